@@ -1,0 +1,26 @@
+"""Errors of the library. Solver errors live in ``solvers.errors`` and are re-exported."""
+
+from __future__ import annotations
+
+from solvers.errors import InfeasibleError, NoPlanFoundError, PlanError
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "InfeasibleError",
+    "NoPlanFoundError",
+    "PlanError",
+    "ProfileError",
+]
+
+
+class BudgetError(ValueError):
+    """A memory budget that cannot be read, or that is out of range."""
+
+
+class CaptureError(RuntimeError):
+    """The model's forward cannot be captured faithfully; the message says why and where."""
+
+
+class ProfileError(RuntimeError):
+    """An op could not be measured; the message names it and the way out."""

@@ -1,0 +1,197 @@
+"""The graph problem: what a solver sees of one training step.
+
+A problem is plain data. It is made by ``autockpt.lower`` from a capture and its profile,
+and it is all that crosses from torch to the solvers.
+
+One step is a sequence of ops, run in program order and differentiated in reverse program
+order. An op reads and defines *values* (tensors as program variables). Values that are views
+of each other share a *storage* (one allocation); bytes belong to storages. Gradients belong
+to values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One allocation.
+
+    Attributes
+    ----------
+    nbytes : int
+        Allocated bytes.
+    producer : int or None
+        Index of the op that allocates it. ``None`` for what is there before the step starts
+        (parameters, buffers, the batch): its bytes are part of the fixed bytes.
+    """
+
+    nbytes: int
+    producer: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor as a program variable.
+
+    Attributes
+    ----------
+    storage : int
+        Index of the storage it lives in.
+    gradient_bytes : int
+        Bytes of its gradient when that has a storage of its own; 0 if none ever flows to it.
+    leaf : bool
+        True for a parameter or an input that requires grad: its gradient, once complete, is
+        added into ``.grad``.
+    parameter : bool
+        True for parameters and buffers: read from the live module wherever they are used, so
+        they are never an input of a region.
+    """
+
+    storage: int
+    gradient_bytes: int = 0
+    leaf: bool = False
+    parameter: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """What an op's backward hands to one of its inputs.
+
+    Attributes
+    ----------
+    value : int
+        The input value that receives it.
+    source : int
+        Where its bytes are: ``k >= 0`` is the k-th entry of the op's ``gradient_bytes`` (a
+        fresh storage), ``~k`` (negative) is the storage of the gradient of ``outputs[k]``,
+        handed on as it is or as a view of it.
+    dense : bool
+        Whether autograd may accumulate into it in place (it does when it also holds the only
+        reference).
+    """
+
+    value: int
+    source: int
+    dense: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One call of the captured graph, with what running it and its backward does to memory.
+
+    Attributes
+    ----------
+    name : str
+        Name of the variable that holds the result in the emitted code.
+    target : str
+        Qualified name of the function that is called.
+    module, source : str
+        Dotted path of the module it ran in, and ``file.py:line`` of the user's call.
+    inputs, outputs : tuple of int
+        Values read and values defined.
+    saved : tuple of int
+        Storages that autograd keeps for its backward, parameters and buffers aside.
+    packs : bool
+        Whether autograd saves anything at all, parameters included: this is what wakes up the
+        recomputation of a region, and the last op of a region that packs is where it stops.
+    forward_workspace_bytes : int
+        Most bytes alive at once while it runs, above its inputs and all storages it produces.
+    backward_workspace_bytes : int
+        The same for its backward, above its saved storages, the gradients of its outputs and
+        all of ``gradient_bytes``.
+    gradient_bytes : tuple of int
+        The fresh storages that its backward allocates for gradients.
+    gradients : tuple of Gradient
+        What its backward hands to which input.
+    cost, backward_cost : int
+        Cost of running it again, and of its backward, in the units of the chosen cost (ns).
+    stop_cost : int
+        Cost of running it only until the last of its saved tensors is packed: 0 when it saves
+        its inputs only, as a recomputation that stops there does not run it at all.
+    flops, stop_flops, backward_flops : int
+        The same in floating point operations.
+    random : bool
+        Whether it draws from a default generator.
+    pinned : bool
+        Whether it has to stay outside all regions (effects, guards, explicit generators).
+    """
+
+    name: str
+    target: str = ""
+    module: str = ""
+    source: str = ""
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+    packs: bool = False
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+    gradient_bytes: tuple[int, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
+    cost: int = 0
+    stop_cost: int = 0
+    backward_cost: int = 0
+    flops: int = 0
+    stop_flops: int = 0
+    backward_flops: int = 0
+    random: bool = False
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One training step as a graph of ops, values and storages.
+
+    Attributes
+    ----------
+    ops : tuple of Op
+        In program order.
+    values : tuple of Value
+    storages : tuple of Storage
+    outputs : tuple of int
+        Values that the caller holds to the end of the step.
+    loss : int
+        The value whose backward is taken.
+    parameter_bytes, buffer_bytes, batch_bytes, gradient_bytes : int
+        What is there at the start of a step whose gradients are resident.
+    boundaries : tuple of bool
+        ``boundaries[i]`` tells whether a region may start or stop before op ``i``;
+        ``len(ops) + 1`` entries. False inside a stretch that writes a storage in place.
+    random_state_bytes : int
+        What a region with a random op keeps on the device for its generator state.
+    signature : str
+        Digest of the stream of calls, shapes aside: a plan carries over between problems of
+        one signature.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...]
+    loss: int
+    boundaries: tuple[bool, ...]
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    batch_bytes: int = 0
+    gradient_bytes: int = 0
+    random_state_bytes: int = 0
+    signature: str = ""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes there at the start of a step with gradients resident."""
+        return (
+            self.parameter_bytes + self.buffer_bytes + self.batch_bytes + self.gradient_bytes
+        )
+
+    @property
+    def forward_cost(self) -> int:
+        """Cost of one plain forward."""
+        return sum(op.cost for op in self.ops)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of one plain forward and backward."""
+        return sum(op.flops + op.backward_flops for op in self.ops)
