@@ -1,0 +1,5 @@
+"""Re-emits a captured forward as readable Python, one ``checkpoint`` call a region."""
+
+from autockpt.rewrite.program import Program, rewrite
+
+__all__ = ["Program", "rewrite"]

@@ -1,0 +1,211 @@
+"""Writing the functions: one for the forward, one for each region."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autockpt.capture.ambient import Ambient
+from autockpt.rewrite.contexts import contexts
+from autockpt.rewrite.expressions import Renderer
+from autockpt.rewrite.scopes import Scope, deaths
+
+INDENT = "    "
+
+
+class Emitter:
+    """Writes the code of scopes.
+
+    Parameters
+    ----------
+    ops : sequence of fx.Node
+        In program order.
+    renderer : Renderer
+    regions : mapping from (start, stop) to str
+        Names of the region functions.
+    random : collection of int
+        Indices of the ops that draw random numbers.
+    used : collection of fx.Node
+        Values that an emitted op reads, or the caller gets.
+    ambient : Ambient
+        Around the call.
+    """
+
+    def __init__(
+        self,
+        *,
+        ops: Sequence[fx.Node],
+        renderer: Renderer,
+        regions: Mapping[tuple[int, int], str],
+        random: Collection[int],
+        used: Collection[fx.Node],
+        ambient: Ambient,
+    ) -> None:
+        self._ops = ops
+        self._renderer = renderer
+        self._regions = regions
+        self._random = random
+        self._used = used
+        self._ambient = ambient
+        self._in_region = False
+        self._lines: list[str] = []
+        self._source = ""
+
+    def region(self, scope: Scope) -> str:
+        """Write the function of a region."""
+        arguments = ["self", *(self._renderer.names[node] for node in scope.reads)]
+        name = self._regions[scope.start, scope.stop]
+        self._begin(f"def {name}({', '.join(arguments)}):", in_region=True)
+        self._body(scope)
+        returned = [self._renderer.names[node] for node in scope.returns]
+        if returned:
+            self._write(1, f"return {', '.join(returned)}")
+        return self._text()
+
+    def forward(self, scope: Scope, placeholders: Iterable[fx.Node], outputs: Any) -> str:
+        """Write the forward, which returns the tuple of the model's output tensors."""
+        arguments = ["self", *(self._renderer.names[node] for node in placeholders)]
+        self._begin(f"def forward({', '.join(arguments)}):", in_region=False)
+        self._body(scope)
+        self._write(1, f"return {self._renderer.value(tuple(outputs), self._paths(outputs))}")
+        return self._text()
+
+    def _begin(self, line: str, *, in_region: bool) -> None:
+        self._lines, self._source, self._in_region = [line], "", in_region
+
+    def _text(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def _write(self, depth: int, line: str, source: str = "") -> None:
+        comment = ""
+        if source and source != self._source:
+            comment, self._source = f"  # {source.rpartition('/')[2]}", source
+        self._lines.append(f"{INDENT * depth}{line}{comment}")
+
+    def _body(self, scope: Scope) -> None:
+        dying = deaths(scope, self._ops)
+        opened = ""
+        position = 0
+        while position < len(scope.items):
+            item = scope.items[position]
+            needed = self._contexts(item)
+            if needed and needed != opened:
+                self._write(1, f"with {needed}:")
+            opened = needed
+            depth = 2 if opened else 1
+            if isinstance(item, Scope):
+                self._write(depth, self._call(item))
+                count = 1
+            else:
+                count = self._op(scope, position, depth)
+            dead = [node for group in dying[position : position + count] for node in group]
+            self._delete(dead, scope, position, count, depth)
+            position += count
+
+    def _contexts(self, item: int | Scope) -> str:
+        """Contexts around an item: those that it needs and that do not hold yet.
+
+        A region enters its contexts inside, where the recomputation meets them too.
+        """
+        if isinstance(item, Scope):
+            return ""
+        ambient = self._ops[item].meta["ambient"]
+        return contexts(ambient, self._ambient, in_region=self._in_region)
+
+    def _delete(
+        self, dead: Sequence[fx.Node], scope: Scope, position: int, count: int, depth: int
+    ) -> None:
+        # A tuple that was taken apart in one statement never had a name.
+        item = scope.items[position]
+        unnamed = self._ops[item] if count > 1 and not isinstance(item, Scope) else None
+        names = [self._renderer.names[node] for node in dead if node is not unnamed]
+        if names:
+            self._write(depth, f"del {', '.join(names)}")
+
+    def _op(self, scope: Scope, position: int, depth: int) -> int:
+        """Write an op, with the ``getitem`` ops after it that take its results apart."""
+        index = scope.items[position]
+        assert isinstance(index, int)
+        node = self._ops[index]
+        source = str(node.meta.get("source", ""))
+        text = self._renderer.call(node, self._overrides(node))
+        parts = self._parts(scope, position)
+        if len(parts) == 1:
+            name = self._renderer.names[parts[0]]
+            if " " in text and not text.endswith(")"):
+                text = f"({text})"
+            self._write(depth, f"{name} = {text}[{parts[0].args[1]}]", source)
+        elif parts:
+            names = ", ".join(self._renderer.names[part] for part in parts)
+            self._write(depth, f"{names} = {text}", source)
+        elif node in self._used:
+            self._write(depth, f"{self._renderer.names[node]} = {text}", source)
+        else:
+            self._write(depth, text, source)
+        return 1 + len(parts)
+
+    def _parts(self, scope: Scope, position: int) -> list[fx.Node]:
+        """Give the ``getitem`` ops after a call when one statement can hold all of them."""
+        index = scope.items[position]
+        assert isinstance(index, int)
+        node = self._ops[index]
+        parts: list[fx.Node] = []
+        for item in scope.items[position + 1 :]:
+            following = None if isinstance(item, Scope) else self._ops[item]
+            if following is None or not _takes_from(following, node):
+                break
+            parts.append(following)
+        if set(parts) != node.users.keys() or any(part not in self._used for part in parts):
+            return []
+        indices = [part.args[1] for part in parts]
+        whole = indices == list(range(len(node.meta.get("tensors", ()))))
+        return parts if whole or len(parts) == 1 else []
+
+    def _overrides(self, node: fx.Node) -> dict[fx.Node, str]:
+        """Say which arguments of an op are not rendered as usual."""
+        written = _written_statistics(node) if self._in_region else ()
+        return self._paths(node.all_input_nodes) | {
+            buffer: f"statistic({self._renderer.reference(buffer)})" for buffer in written
+        }
+
+    def _paths(self, nodes: Iterable[Any]) -> dict[fx.Node, str]:
+        """Tensors in plain attributes: arguments of regions, looked up in the forward."""
+        if self._in_region:
+            return {}
+        return {
+            node: self._renderer.path(str(node.target))
+            for node in nodes
+            if isinstance(node, fx.Node) and node.op == "get_attr"
+        }
+
+    def _call(self, scope: Scope) -> str:
+        """Render the call of a region under ``checkpoint``."""
+        name = self._regions[scope.start, scope.stop]
+        paths = self._paths(scope.reads)
+        reads = (self._renderer.value(node, paths) for node in scope.reads)
+        arguments = [name, "self", *reads]
+        inside = range(scope.start, scope.stop)
+        arguments.append("use_reentrant=False")
+        arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
+        if any(_written_statistics(self._ops[i]) for i in inside):
+            arguments.append("context_fn=once")
+        call = f"checkpoint({', '.join(arguments)})"
+        if not scope.returns:
+            return call
+        return f"{', '.join(self._renderer.names[node] for node in scope.returns)} = {call}"
+
+
+def _takes_from(node: fx.Node, source: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and node.args[0] is source
+        and isinstance(node.args[1], int)
+    )
+
+
+def _written_statistics(node: fx.Node) -> list[fx.Node]:
+    return [written for written in node.meta.get("writes", ()) if written.op == "get_attr"]

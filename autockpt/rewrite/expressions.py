@@ -1,0 +1,302 @@
+"""Nodes of a captured graph as Python expressions that a person can read."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autockpt.rewrite.names import RESERVED, unique
+
+INFIX: dict[str, str] = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/", "matmul": "@",
+    "__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__matmul__": "@",
+    "__pow__": "**", "__floordiv__": "//", "__mod__": "%", "__lshift__": "<<",
+    "__rshift__": ">>", "__and__": "&", "__or__": "|", "__xor__": "^",
+    "__eq__": "==", "__ne__": "!=", "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">=",
+}  # fmt: skip
+_OPERATORS: dict[Any, str] = {
+    operator.getitem: "__getitem__",
+    operator.setitem: "__setitem__",
+    operator.invert: "__invert__",
+    operator.neg: "__neg__",
+    **{getattr(operator, name): name for name in INFIX if name.startswith("__")},
+}
+REFLECTED: dict[str, str] = {"__rsub__": "-", "__rdiv__": "/", "__rpow__": "**"}
+PREFIX: dict[str, str] = {"neg": "-", "__neg__": "-", "__invert__": "~"}
+_MISSING = object()
+_PLAIN = (bool, int, float, str, type(None))
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis), complex)
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+class Renderer:
+    """Renders nodes, and collects the globals that the rendered code needs.
+
+    Parameters
+    ----------
+    root : nn.Module or None
+        The module whose forward is rendered: tells lists of modules from attributes.
+    namespace : dict
+        The globals of the emitted code. Objects that have no importable name are bound here.
+    """
+
+    def __init__(self, root: nn.Module | None, namespace: dict[str, Any]) -> None:
+        self._root = root
+        self.namespace = namespace
+        self.names: dict[fx.Node, str] = {}
+        self.taken: set[str] = {"self", *namespace}
+        self._bound = {id(value): name for name, value in namespace.items()}
+
+    def declare(self, node: fx.Node) -> str:
+        """Give the variable of ``node`` its name."""
+        name = self.names[node] = unique(node.name, self.taken)
+        return name
+
+    def call(self, node: fx.Node, wrapped: Mapping[fx.Node, str]) -> str:
+        """Render the call of ``node``; ``wrapped`` overrides how an argument is rendered."""
+        args = [self.value(arg, wrapped) for arg in node.args]
+        keywords = {
+            key: self.value(arg, wrapped)
+            for key, arg in node.kwargs.items()
+            if not _is_default(node.target, key, arg)
+        }
+        if node.op == "call_method":
+            return _method(str(node.target), args, keywords)
+        method = _method_name(node.target)
+        if method is not None and args:
+            return _method(method, args, keywords)
+        if node.target in _OPERATORS and not keywords:
+            return _method(_OPERATORS[node.target], args, keywords)
+        if node.target is getattr and len(args) == 2:
+            return f"{args[0]}.{node.args[1]}"
+        if node.target is setattr:
+            return f"{args[0]}.{node.args[1]} = {args[2]}"
+        return f"{self.function(node.target)}({_arguments(args, keywords)})"
+
+    def value(self, value: Any, wrapped: Mapping[fx.Node, str]) -> str:
+        """Render an argument: a node, a constant, or a nest of both."""
+        if isinstance(value, fx.Node):
+            return wrapped.get(value) or self.reference(value)
+        if isinstance(value, slice):
+            return self._slice(value, wrapped)
+        if isinstance(value, tuple | list | dict):
+            return self._nest(value, wrapped)
+        return self._constant(value)
+
+    def reference(self, node: fx.Node) -> str:
+        """Render the use of a node: its variable, or the path from the live module."""
+        name = self.names.get(node)
+        return name if name is not None else self.path(str(node.target))
+
+    def path(self, target: str) -> str:
+        """Render an attribute path from ``self``.
+
+        Examples
+        --------
+        >>> Renderer(nn.Sequential(nn.Linear(1, 1)), {}).path("0.weight")
+        'self[0].weight'
+        >>> Renderer(None, {}).path("h.0.weight")
+        "getattr(self.h, '0').weight"
+        """
+        text, owner = "self", self._root
+        for part in target.split("."):
+            if isinstance(owner, nn.Sequential | nn.ModuleList | nn.ParameterList) and (
+                part.isdigit()
+            ):
+                text = f"{text}[{part}]"
+            elif isinstance(owner, nn.ModuleDict | nn.ParameterDict) and part in owner:
+                text = f"{text}[{part!r}]"
+            elif part.isidentifier() and part not in RESERVED - set(dir(object)):
+                text = f"{text}.{part}"
+            else:
+                text = f"getattr({text}, {part!r})"
+            owner = getattr(owner, part, None)
+        return text
+
+    def function(self, function: Any) -> str:
+        """Render a function by a dotted name that leads to it, or bind it in the globals."""
+        if id(function) in self._bound:
+            return self._bound[id(function)]
+        dotted = _dotted(function)
+        if dotted is not None and self._import(dotted.partition(".")[0]):
+            return dotted
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, type) and getattr(function, "__name__", "") == "apply":
+            return f"{self.bind(owner, owner.__name__)}.apply"
+        return self.bind(function, getattr(function, "__name__", "function"))
+
+    def bind(self, value: Any, name: str) -> str:
+        """Bind an object in the globals, once, and give the name."""
+        if id(value) not in self._bound:
+            # The namespace keeps the object alive, so its id stays its own.
+            bound = self._bound[id(value)] = unique(name, self.taken)
+            self.namespace[bound] = value
+        return self._bound[id(value)]
+
+    def _import(self, package: str) -> bool:
+        if package not in self.namespace:
+            if package in self.taken:
+                return False
+            self.taken.add(package)
+            self.namespace[package] = sys.modules[package]
+        return True
+
+    def _slice(self, value: slice, wrapped: Mapping[fx.Node, str]) -> str:
+        return f"slice({', '.join(self.value(v, wrapped) for v in _bounds(value))})"
+
+    def _nest(self, value: Any, wrapped: Mapping[fx.Node, str]) -> str:
+        if isinstance(value, dict):
+            pairs = (
+                f"{self._constant(key)}: {self.value(item, wrapped)}" for key, item in value.items()
+            )
+            return "{" + ", ".join(pairs) + "}"
+        items = [self.value(item, wrapped) for item in value]
+        if isinstance(value, list):
+            return f"[{', '.join(items)}]"
+        inside = ", ".join(items) + ("," if len(items) == 1 else "")
+        if hasattr(value, "_fields"):
+            return f"{self.bind(type(value), type(value).__name__)}({inside})"
+        return f"({inside})"
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, enum.Enum):
+            return f"{self.bind(type(value), type(value).__name__)}[{value.name!r}]"
+        if type(value) is float:
+            return repr(value) if re.match(r"-?\d", repr(value)) else f"float({repr(value)!r})"
+        if type(value) in _LITERALS or isinstance(value, _TORCH_CONSTANTS):
+            return "..." if value is Ellipsis else repr(value)
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        return self.bind(value, f"constant_{type(value).__name__}")
+
+
+def _is_default(function: Any, name: str, value: Any) -> bool:
+    """Tell whether an argument says what the function assumes anyway."""
+    if isinstance(value, fx.Node) or not isinstance(function, types.FunctionType):
+        return False
+    default = (function.__kwdefaults__ or {}).get(name, _defaults(function).get(name, _MISSING))
+    return type(value) is type(default) and type(value) in _PLAIN and value == default
+
+
+@functools.cache
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    values = function.__defaults__ or ()
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    return dict(zip(names[len(names) - len(values) :], values, strict=True))
+
+
+def _bounds(value: slice) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
+
+
+def _method(name: str, args: list[str], keywords: dict[str, str]) -> str:
+    receiver, rest = args[0], args[1:]
+    if name == "__getitem__" and len(rest) == 1:
+        return f"{receiver}[{_index(rest[0])}]"
+    if name == "__setitem__" and len(rest) == 2:
+        return f"{receiver}[{_index(rest[0])}] = {rest[1]}"
+    if name.startswith("get ") and not rest:
+        return f"{receiver}.{name[4:]}"
+    if name.startswith("set ") and len(rest) == 1:
+        return f"{receiver}.{name[4:]} = {rest[0]}"
+    if name in INFIX and len(rest) == 1 and not keywords:
+        left = f"({receiver})" if receiver.startswith("-") else receiver
+        return f"{left} {INFIX[name]} {rest[0]}"
+    # A number leaves the operation to the tensor; anything else might not.
+    if name in REFLECTED and len(rest) == 1 and re.fullmatch(r"[\d.e]+", rest[0]):
+        return f"{rest[0]} {REFLECTED[name]} {receiver}"
+    if name in PREFIX and not rest and not keywords:
+        return f"{PREFIX[name]}{receiver}"
+    return f"{receiver}.{name}({_arguments(rest, keywords)})"
+
+
+def _index(text: str) -> str:
+    """Drop the parentheses of an index that is a tuple, and write slices with colons.
+
+    Examples
+    --------
+    >>> _index("(..., slice(None, 3, None))")
+    '..., :3'
+    """
+    if text.startswith("(") and text.endswith(")") and len(text) > 2:
+        text = text[1:-1]
+    atom = r"(-?\w+)"
+    return re.sub(rf"slice\({atom}, {atom}, {atom}\)", _colons, text)
+
+
+def _colons(match: re.Match[str]) -> str:
+    start, stop, step = ("" if part == "None" else part for part in match.groups())
+    return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+def _arguments(args: list[str], keywords: Mapping[str, str]) -> str:
+    return ", ".join([*args, *(f"{key}={text}" for key, text in keywords.items())])
+
+
+def _method_name(function: Any) -> str | None:
+    """Name a method of tensors as it is called on one; ``get x`` and ``set x`` for properties."""
+    if isinstance(function, types.MethodWrapperType):
+        owner = function.__self__
+        kind = {"__get__": "get", "__set__": "set"}.get(function.__name__)
+        if kind is None or not isinstance(owner, types.GetSetDescriptorType | property):
+            return None
+        name = getattr(owner, "fget", owner).__name__
+        return f"{kind} {name}"
+    name = getattr(function, "__name__", None)
+    if name is None:
+        return None
+    if isinstance(function, _METHODS):
+        return str(name) if getattr(torch.Tensor, name, None) == function else None
+    candidates = (name, f"__{name}__")
+    return next((n for n in candidates if torch.Tensor.__dict__.get(n) is function), None)
+
+
+@functools.cache
+def _known() -> dict[Callable[..., Any], str]:
+    """Functions by the name a reader would expect, the most usual module first."""
+    modules = {
+        "F": torch.nn.functional,
+        "torch": torch,
+        "torch.special": torch.special,
+        "torch.linalg": torch.linalg,
+        "torch.fft": torch.fft,
+        "torch.nn.init": torch.nn.init,
+        "operator": operator,
+    }
+    known: dict[Callable[..., Any], str] = {}
+    for prefix, module in modules.items():
+        for name, function in vars(module).items():
+            if callable(function) and not name.startswith("_") and _hashable(function):
+                known.setdefault(function, f"{prefix}.{name}")
+    return known
+
+
+def _hashable(value: Any) -> bool:
+    return type(value).__hash__ is not None
+
+
+def _dotted(function: Any) -> str | None:
+    if _hashable(function) and function in _known():
+        return _known()[function]
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch.ops.{function}"
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
+        return None
+    dotted = f"{module}.{name}"
+    found: Any = sys.modules.get(module.partition(".")[0])
+    for part in dotted.split(".")[1:]:
+        found = getattr(found, part, None)
+    return dotted if found is function and module != "__main__" else None

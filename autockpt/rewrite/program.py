@@ -1,0 +1,178 @@
+"""From a capture and a plan to a function that runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import operator
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.capture.ambient import default_dtype
+from autockpt.capture.captured import Capture
+from autockpt.capture.guards import expect
+from autockpt.rewrite.emit import Emitter
+from autockpt.rewrite.expressions import Renderer
+from autockpt.rewrite.names import common_prefix, region_name, unique
+from autockpt.rewrite.scopes import Scope, is_live_read, scopes
+from autockpt.rewrite.statistics import once, statistic
+from solvers.plan import Plan
+
+HEADER = """\
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autockpt.capture.ambient import default_dtype
+from autockpt.capture.guards import expect
+from autockpt.rewrite.statistics import once, statistic
+
+"""
+_serial = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Program:
+    """An emitted forward.
+
+    Attributes
+    ----------
+    code : str
+        Its Python source.
+    forward : callable
+        ``forward(module, *input_tensors)`` gives the tuple of the model's output tensors. The
+        module is the one whose parameters it reads, at every call.
+    regions : tuple of str
+        Names of the region functions, in the order of ``plan.walk()``.
+    filename : str
+        Where tracebacks and debuggers find the source.
+    has_guards : bool
+        Whether a call may end in a ``GuardMiss``.
+    """
+
+    code: str
+    forward: Callable[..., tuple[Any, ...]]
+    regions: tuple[str, ...]
+    filename: str
+    has_guards: bool
+
+
+def rewrite(
+    capture: Capture, plan: Plan, *, root: nn.Module | None = None, random: Collection[int] = ()
+) -> Program:
+    """Emit the forward of a capture with the regions of a plan.
+
+    Parameters
+    ----------
+    capture : Capture
+    plan : Plan
+        ``start`` and ``stop`` of its regions count the computing nodes of ``capture.graph``.
+    root : nn.Module, optional
+        The captured module: layers of a list are then written ``self.h[3]``.
+    random : collection of int
+        Indices of the ops that draw random numbers: only regions that hold one save and
+        restore the generator state.
+
+    Returns
+    -------
+    Program
+
+    Raises
+    ------
+    PlanError
+        A region reaches into the loss outside the model.
+
+    Notes
+    -----
+    Every value is deleted after its last use, so that its memory is free when the memory
+    model says so. Linear in the size of the graph times the depth of nesting.
+    """
+    ops = [node for node in capture.graph.nodes if node.op in ("call_function", "call_method")]
+    emitted = sum(node.meta.get("stage", "model") == "model" for node in ops)
+    returned = _model_outputs(capture.graph)
+    outputs = [value for value in returned if isinstance(value, fx.Node)]
+    forward = scopes(ops, emitted, outputs, plan)
+
+    namespace: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "default_dtype": default_dtype,
+        "expect": expect,
+        "F": torch.nn.functional,
+        "once": once,
+        "operator": operator,
+        "statistic": statistic,
+        "torch": torch,
+        "__name__": "autockpt.emitted",
+    }
+    renderer = Renderer(root, namespace)
+    placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
+    names = _declare(renderer, capture.graph, ops, forward)
+    emitter = Emitter(
+        ops=ops,
+        renderer=renderer,
+        regions=names,
+        random=frozenset(random),
+        used={node for op in ops[:emitted] for node in op.all_input_nodes} | set(outputs),
+        ambient=capture.ambient,
+    )
+    functions = [emitter.region(scope) for scope in forward.walk() if scope is not forward]
+    functions.append(emitter.forward(forward, placeholders, returned))
+    code = f"{HEADER}\n" + "\n\n".join(functions)
+    function, filename = _compile(code, namespace, type(root).__name__ if root else "model")
+    return Program(
+        code=code,
+        forward=function,
+        regions=tuple(names[region.start, region.stop] for region in plan.walk()),
+        filename=filename,
+        has_guards=any(is_guard(op) for op in ops[:emitted]),
+    )
+
+
+def is_guard(node: fx.Node) -> bool:
+    """Tell whether a node asks a tensor for a value that the forward depends on."""
+    return node.op == "call_function" and node.target is expect
+
+
+def _model_outputs(graph: fx.Graph) -> tuple[Any, ...]:
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    value: Any = output.args[0]
+    return tuple(value[0])
+
+
+def _declare(
+    renderer: Renderer, graph: fx.Graph, ops: Sequence[fx.Node], forward: Scope
+) -> dict[tuple[int, int], str]:
+    """Name the variables, then the regions, which are globals beside them."""
+    for node in graph.nodes:
+        if node.op != "output" and not is_live_read(node):
+            renderer.declare(node)
+    modules = [str(node.meta.get("module", "")) for node in ops]
+    prefix = common_prefix(modules)
+    return {
+        (scope.start, scope.stop): unique(
+            region_name(modules[scope.start : scope.stop], prefix), renderer.taken
+        )
+        for scope in reversed(list(forward.walk()))
+        if scope is not forward
+    }
+
+
+def _compile(
+    code: str, namespace: dict[str, Any], title: str
+) -> tuple[Callable[..., tuple[Any, ...]], str]:
+    filename = f"<autockpt {title} {next(_serial)}>"
+    exec(compile(code, filename, "exec"), namespace)
+    # Tracebacks and debuggers look here for the source; no mtime means: never stale.
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+    function: Callable[..., tuple[Any, ...]] = namespace["forward"]
+    weakref.finalize(function, functools.partial(linecache.cache.pop, filename, None))
+    return function, filename
