@@ -1,0 +1,60 @@
+"""The tensors that a graph reads from the live module: parameters, buffers, attributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autockpt.capture.paths import format_steps, tensors_within
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class External:
+    """A tensor of the module: where it is, and ``parameter``, ``buffer`` or ``attribute``."""
+
+    target: str
+    kind: str
+
+
+class Externals:
+    """Finds out which attribute of the model a tensor is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The root.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._known: dict[int, External] = {}
+        for kind, named in (
+            ("parameter", model.named_parameters(remove_duplicate=True)),
+            ("buffer", model.named_buffers(remove_duplicate=True)),
+        ):
+            for name, tensor in named:
+                self._known.setdefault(id(tensor), External(target=name, kind=kind))
+        # A model holds these tensors strongly, except that an attribute may be rebound while
+        # the forward runs: keeping the object alive keeps its id its own.
+        self._attributes: dict[int, torch.Tensor] = {}
+
+    def get(self, tensor: torch.Tensor) -> External | None:
+        """The attribute that `tensor` is, if it is known already."""
+        return self._known.get(id(tensor))
+
+    def search(self, tensor: torch.Tensor) -> External | None:
+        """Look for `tensor` in the plain attributes of all modules, containers included."""
+        for prefix, module in self._model.named_modules():
+            state = {k: v for k, v in vars(module).items() if k not in _REGISTRIES}
+            for steps, found in tensors_within(state, objects=True):
+                if found is tensor:
+                    (_, name), *rest = steps
+                    path = f"{prefix}.{name}" if prefix else str(name)
+                    external = External(target=path + format_steps(tuple(rest)), kind="attribute")
+                    self._known[id(tensor)] = external
+                    self._attributes[id(tensor)] = tensor
+                    return external
+        return None

@@ -1,0 +1,78 @@
+"""From the stream of calls to the final graph."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from autockpt.capture.guards import expect
+
+
+def finish(graph: fx.Graph, outputs: tuple[Any, ...]) -> tuple[fx.Graph, str]:
+    """Drop what nobody reads of multi-output calls, close the graph, and sign it.
+
+    Parameters
+    ----------
+    graph : fx.Graph
+        As recorded; changed in place.
+    outputs : tuple
+        Argument of the output node.
+
+    Returns
+    -------
+    graph : fx.Graph
+    signature : str
+        Digest of the stream of calls, sizes aside.
+    """
+    graph.output(outputs)
+    for node in reversed(list(graph.nodes)):
+        unread = not node.users
+        if unread and (node.op == "get_attr" or node.target is operator.getitem and _picks(node)):
+            graph.erase_node(node)
+    graph.lint()
+    return graph, sign(graph)
+
+
+def _picks(node: fx.Node) -> bool:
+    # A getitem of ours takes a result out of a call that returned several.
+    source = node.args[0]
+    return isinstance(source, fx.Node) and bool(source.meta.get("several"))
+
+
+def sign(graph: fx.Graph) -> str:
+    """Digest of the calls of a graph and of how they hang together, sizes aside."""
+    numbers: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for number, node in enumerate(graph.nodes):
+        numbers[node] = number
+        parts = (node.op, _name(node.target), _shape_free((node.args, node.kwargs), numbers))
+        if node.target is expect:
+            parts = (node.op, "expect", _shape_free(node.args[:2], numbers))
+        digest.update(repr(parts).encode())
+    return digest.hexdigest()
+
+
+def _name(target: str | Callable[..., Any]) -> str:
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+
+
+def _shape_free(value: Any, numbers: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, (tuple, list)):
+        return tuple(_shape_free(item, numbers) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _shape_free(item, numbers)) for key, item in value.items())
+    if isinstance(value, slice):
+        return _shape_free((value.start, value.stop, value.step), numbers)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "#"
+    if value is None or isinstance(value, (bool, float, complex, str)):
+        return repr(value)
+    return str(value) if not callable(value) else _name(value)

@@ -1,0 +1,143 @@
+"""What is changed in torch while a recording runs, and put back afterwards.
+
+The patches are installed under a lock; each asks whether the calling thread is the one that
+records, and does what torch does otherwise in all other threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+_LOCK = threading.RLock()
+_ACTIVE = threading.local()
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Listener(Protocol):
+    """What the patches tell a recorder."""
+
+    paused: int
+
+    def opaque(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an ``autograd.Function``."""
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """A module is called."""
+
+    def leave_module(self) -> None:
+        """The module returns or raises."""
+
+    def note(self, text: str) -> None:
+        """Something for the report."""
+
+    def refuse(self, reason: str, advice: str) -> Exception:
+        """The error to raise where the model cannot be captured."""
+
+
+def listener() -> Listener | None:
+    """The recorder of this thread, unless it is paused."""
+    found: Listener | None = getattr(_ACTIVE, "listener", None)
+    return found if found is not None and not found.paused else None
+
+
+@contextmanager
+def patched(recorder: Listener) -> Iterator[None]:
+    """Patch torch for a ``with`` block, on behalf of `recorder` and this thread."""
+    with _LOCK:
+        undo: list[tuple[Any, str, Any]] = []
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            undo.append((owner, name, owner.__dict__[name]))
+            setattr(owner, name, value)
+
+        try:
+            _ACTIVE.listener = recorder
+            for name in _CHECKS:
+                replace(F, name, _say_no(getattr(F, name)))
+            replace(torch.nn.Module, "__call__", _module_call(torch.nn.Module.__call__))
+            replace(torch.autograd.Function, "apply", _apply())
+            replace(torch.autograd, "_engine_run_backward", _engine(torch.autograd))
+            checkpoint = torch.utils.checkpoint
+            name = "_checkpoint_without_reentrant_generator"
+            replace(checkpoint, name, _dissolve(checkpoint.__dict__[name]))
+            yield
+        finally:
+            _ACTIVE.listener = None
+            for owner, name, value in reversed(undo):
+                setattr(owner, name, value)
+
+
+def _say_no(check: Callable[..., bool]) -> Callable[..., bool]:
+    # Functionals that are written in python ask this to hand themselves over as one call.
+    # They open up into the calls inside, which are recorded one by one.
+    def has_torch_function(*args: Any) -> bool:
+        return False if listener() is not None else check(*args)
+
+    return has_torch_function
+
+
+def _module_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = listener()
+        if recorder is None:
+            return call(self, *args, **kwargs)
+        recorder.enter_module(self)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            recorder.leave_module()
+
+    return __call__
+
+
+def _apply() -> Any:
+    original: Any = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # Bound to the class as the user's code would find it: a target that still stands
+        # when the patch is gone.
+        bound = original.__get__(None, cls)
+        recorder = listener()
+        if recorder is None:
+            return bound(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            recorder.note("the model's own checkpoint calls were dissolved and planned anew")
+            function, _preserve, *rest = args
+            return function(*rest)
+        return recorder.opaque(bound, args, kwargs)
+
+    return classmethod(apply)
+
+
+def _dissolve(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    def _checkpoint_without_reentrant_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        recorder = listener()
+        if recorder is None:
+            yield from generator(*args, **kwargs)
+            return
+        recorder.note("the model's own checkpoint calls were dissolved and planned anew")
+        yield
+
+    return _checkpoint_without_reentrant_generator
+
+
+def _engine(owner: Any) -> Callable[..., Any]:
+    original: Callable[..., Any] = owner._engine_run_backward
+
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        recorder = listener()
+        if recorder is None:
+            return original(*args, **kwargs)
+        raise recorder.refuse(
+            "autograd runs inside the forward",
+            "Move the torch.autograd.grad or backward call out of the forward.",
+        )
+
+    return _engine_run_backward

@@ -1,0 +1,139 @@
+"""Paths to values: inside ``(args, kwargs)``, and from a root module to a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Step = tuple[Literal["item", "attr"], Any]
+
+_STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[(?P<key>-?\d+|'[^']*')\]")
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """Where a value is found from a root object.
+
+    Attributes
+    ----------
+    root : str
+        A parameter of ``forward`` by name; an extra positional argument is ``*0``, ``*1``, ...
+    steps : tuple of (kind, key)
+        ``("item", key)`` is ``value[key]``, ``("attr", name)`` is ``value.name``.
+    """
+
+    root: str
+    steps: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        return self.root + format_steps(self.steps)
+
+
+def format_steps(steps: tuple[Step, ...]) -> str:
+    """Python source of the accesses: ``.layers[0].keys``."""
+    return "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in steps)
+
+
+def follow(value: Any, steps: tuple[Step, ...]) -> Any:
+    """Return what `steps` lead to from `value`."""
+    for kind, key in steps:
+        value = getattr(value, key) if kind == "attr" else value[key]
+    return value
+
+
+def read_path(root: torch.nn.Module, target: str) -> Any:
+    """Read the target of a ``get_attr`` node from the live module.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The model.
+    target : str
+        ``transformer.h.0.attn.bias``; tensors in plain containers are ``cache.table[0]`` or
+        ``cache.table['k']``.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    >>> read_path(model, "0.bias").shape
+    torch.Size([3])
+    """
+    value: Any = root
+    for match in _STEP.finditer(target):
+        if (name := match["name"]) is not None:
+            value = getattr(value, name)
+        else:
+            key = match["key"]
+            value = value[key[1:-1] if key.startswith("'") else int(key)]
+    return value
+
+
+def tensors_within(value: Any, *, objects: bool) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
+    """Walk the tensors in nested containers, in a stable order.
+
+    Parameters
+    ----------
+    value : object
+        A tensor, container or object.
+    objects : bool
+        Whether to look into the attributes of objects that are no containers as well.
+
+    Yields
+    ------
+    (steps, tensor)
+    """
+    yield from _walk(value, (), objects, set())
+
+
+def _walk(
+    value: Any, steps: tuple[Step, ...], objects: bool, seen: set[int]
+) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield steps, value
+        return
+    if len(steps) > _MAX_DEPTH or id(value) in seen:
+        return
+    for step, child in children(value, objects=objects):
+        yield from _walk(child, (*steps, step), objects, seen | {id(value)})
+
+
+def children(value: Any, *, objects: bool) -> list[tuple[Step, Any]]:
+    """Items of a container and, on demand, attributes of a plain object."""
+    if isinstance(value, Mapping):
+        found: list[tuple[Step, Any]] = [(("item", key), item) for key, item in value.items()]
+        return found
+    if isinstance(value, (list, tuple)):
+        return [(("item", index), item) for index, item in enumerate(value)]
+    if objects and not is_atom(value):
+        return [(("attr", name), item) for name, item in fields_of(value).items()]
+    return []
+
+
+def is_atom(value: object) -> bool:
+    """Whether a value is never looked into."""
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, type, torch.nn.Module, torch.dtype)
+    ):
+        return True
+    return callable(value) or isinstance(value, (torch.device, torch.Generator))
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Instance attributes of an object, with or without ``__slots__``."""
+    found: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                found.setdefault(field.name, getattr(value, field.name))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found.setdefault(name, getattr(value, name))
+    return found

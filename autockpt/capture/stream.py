@@ -1,0 +1,250 @@
+"""The stream of calls as it is written down: nodes, and which tensor is which node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import getitem as _getitem
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autockpt.capture import guards
+from autockpt.capture.ambient import Ambient
+from autockpt.capture.captured import TensorMeta
+from autockpt.capture.externals import Externals
+from autockpt.capture.paths import Path, follow
+from autockpt.capture.sources import source_line
+from autockpt.capture.tree import Inputs
+from autockpt.errors import CaptureError
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+)
+
+
+class Stream:
+    """Writes an ``fx.Graph`` and knows the node of every tensor that is alive.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The root, whose tensors become ``get_attr`` nodes.
+    args, kwargs : sequence, mapping
+        The call, whose tensors become placeholders.
+
+    Notes
+    -----
+    Tensors are held weakly: recording must not keep alive what the forward lets go of.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.graph = fx.Graph()
+        self.inputs = Inputs.discover(model.forward, args, kwargs)
+        self.externals = Externals(model)
+        self.stage = "model"
+        self.modules: list[str] = []
+        self.notes: list[str] = []
+        self._call = (args, kwargs)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._lost = 0
+        tensors = self.inputs.tensors(args, kwargs)
+        for path, tensor in zip(self.inputs.paths, tensors, strict=True):
+            self._placeholder(path, tensor)
+        parameters = (*model.parameters(), *model.buffers(), *tensors)
+        self.device_types = tuple(sorted({"cpu", *(t.device.type for t in parameters)}))
+
+    # What surrounds a call.
+
+    @property
+    def module(self) -> str:
+        """Dotted path of the module whose forward runs."""
+        return self.modules[-1] if self.modules else ""
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """Follow the path of modules; one that is not in the model counts as its caller's."""
+        self.modules.append(self._names.get(id(module), self.module))
+
+    def leave_module(self) -> None:
+        """Return to the calling module."""
+        self.modules.pop()
+
+    def note(self, text: str) -> None:
+        """Remember a remark for the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def refuse(self, reason: str, advice: str) -> CaptureError:
+        """The error that says what cannot be captured, where, and what to do."""
+        where = f"'{self.module or 'the model'}' ({source_line(2)})"
+        return CaptureError(f"Cannot capture this forward: {reason}, at {where}. {advice}")
+
+    # From values to nodes.
+
+    def convert(self, value: Any, used: list[tuple[torch.Tensor, fx.Node]], free: bool) -> Any:
+        """Turn an argument into what a node holds: nodes and constants, nested.
+
+        Parameters
+        ----------
+        value : object
+            An argument of a recorded call.
+        used : list of (Tensor, Node)
+            Gets the tensors that were found.
+        free : bool
+            Whether constants may be of any type (an opaque unit's arguments).
+        """
+        if isinstance(value, torch.Tensor):
+            node = next((node for tensor, node in used if tensor is value), None)
+            node = self.node_of(value) if node is None else node
+            used.append((value, node))
+            return node
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, (list, tuple)):
+            items = [self.convert(item, used, free) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: self.convert(item, used, free) for key, item in value.items()}
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return slice(*(self.convert(part, used, free) for part in parts))
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if free or isinstance(value, type) or callable(value):
+            return value
+        raise self.refuse(
+            f"a torch call is given a {type(value).__name__}",
+            "Pass tensors, numbers or containers of them.",
+        )
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor; reads it from the module or the arguments where need be."""
+        external = self.externals.get(tensor)
+        if external is None:
+            if (node := self._nodes.get(tensor)) is not None:
+                return node  # type: ignore[no-any-return]
+            if (path := self.inputs.locate(tensor, *self._call)) is not None:
+                self.inputs = replace(self.inputs, paths=(*self.inputs.paths, path))
+                return self._placeholder(path, tensor)
+            external = self.externals.search(tensor)
+        if external is None:
+            raise self.refuse(
+                f"a tensor of shape {tuple(tensor.shape)} comes from outside torch's recorded "
+                "calls (torch.from_numpy, torch.Tensor([...]), a closure, a scripted or "
+                "compiled function)",
+                "Make it with torch.tensor or torch.as_tensor, register it as a buffer, or "
+                "pass it to the forward.",
+            )
+        node = self.graph.create_node("get_attr", external.target)
+        node.meta["kind"] = external.kind
+        self._describe(node, (tensor,))
+        return node
+
+    def _array(self, value: np.ndarray[Any, Any]) -> fx.Node:
+        if value.size > 1024:
+            raise self.refuse(
+                f"a numpy array of shape {value.shape} enters a torch call",
+                "Make it a buffer of the module.",
+            )
+        node = self.graph.call_function(np.array, (value.tolist(),), {"dtype": str(value.dtype)})
+        self._describe(node, ())
+        return node
+
+    def _placeholder(self, path: Path, tensor: torch.Tensor) -> fx.Node:
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(_identifier(path))
+        node.meta["path"] = path
+        self._describe(node, (tensor,))
+        # One tensor passed twice is one node: the first of its placeholders.
+        if self._nodes.get(tensor) is None:
+            self._nodes[tensor] = node
+        return node
+
+    # Writing nodes.
+
+    def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Append a node for a call that is about to run."""
+        node = self.graph.create_node(op, target, args, kwargs)
+        self._describe(node, ())
+        return node
+
+    def register(self, node: fx.Node, result: Any) -> None:
+        """Say what a node's call returned."""
+        tensors: list[torch.Tensor] = []
+        self._register(node, result, tensors)
+        node.meta["tensors"] = tuple(map(TensorMeta.of, tensors))
+
+    def _register(self, node: fx.Node, result: Any, tensors: list[torch.Tensor]) -> None:
+        if isinstance(result, torch.Tensor):
+            tensors.append(result)
+            if self.externals.get(result) is None:
+                self._nodes[result] = node
+            return
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(result, (tuple, list)):
+            items = enumerate(result)
+        elif isinstance(result, dict):
+            items = result.items()
+        for key, item in items:
+            if holds_tensor(item):
+                node.meta["several"] = True
+                child = self.graph.call_function(_getitem, (node, key))
+                self._describe(child, ())
+                self.register(child, item)
+                tensors.extend(leaves(item))
+
+    def guard(self, kind: str, node: fx.Node, expected: Any) -> None:
+        """Append a guard."""
+        guard = self.graph.call_function(guards.expect, (kind, node, expected))
+        self._describe(guard, ())
+
+    def _describe(self, node: fx.Node, tensors: tuple[torch.Tensor, ...]) -> None:
+        node.meta["module"] = self.module
+        node.meta["source"] = source_line(2)
+        node.meta["ambient"] = Ambient.current(getattr(self, "device_types", ("cpu",)))
+        node.meta["stage"] = self.stage
+        node.meta["writes"] = ()
+        node.meta["tensors"] = tuple(map(TensorMeta.of, tensors))
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """Tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in leaves(item)]
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether there is a tensor in nested tuples, lists and dicts."""
+    return bool(leaves(value))
+
+
+def _identifier(path: Path) -> str:
+    text = "_".join([path.root.replace("*", "arg_"), *(str(key) for _, key in path.steps)])
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+

@@ -1,0 +1,266 @@
+"""The tensors in a call's arguments, and the shape of its result."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autockpt.capture.paths import Path, children, fields_of, follow, is_atom, tensors_within
+from autockpt.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """How a forward's arguments are named, whichever way they were passed."""
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> Binding:
+        """Read a bound ``forward``'s signature."""
+        kinds = inspect.Parameter
+        names: list[str] = []
+        defaults: dict[str, Any] = {}
+        for name, parameter in inspect.signature(forward).parameters.items():
+            if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
+                names.append(name)
+            if parameter.default is not kinds.empty:
+                defaults[name] = parameter.default
+        return cls(names=tuple(names), defaults=defaults)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Name every argument; defaults are filled in, extra positionals are ``*0``, ..."""
+        bound = {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+        for index, value in enumerate(args[len(self.names) :]):
+            bound[f"*{index}"] = value
+        return bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Finds the tensors of a graph's placeholders in ``(args, kwargs)``.
+
+    Attributes
+    ----------
+    binding : Binding
+        Names the arguments.
+    paths : tuple of Path
+        One for each placeholder, in order. Tensors in lists, tuples and dicts are all there;
+        those in attributes of other objects only if the forward reads them.
+    """
+
+    binding: Binding
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def discover(
+        cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Inputs:
+        """Find the tensors that lie in the arguments' containers."""
+        binding = Binding.of(forward)
+        bound = binding.bind(args, kwargs)
+        paths = tuple(
+            Path(root=name, steps=steps)
+            for name, value in bound.items()
+            for steps, _ in tensors_within(value, objects=False)
+        )
+        return cls(binding=binding, paths=paths)
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """The placeholders' tensors in this call.
+
+        Raises
+        ------
+        KeyError, IndexError, AttributeError, TypeError
+            If the arguments have another structure (which `Key` finds out first).
+        """
+        bound = self.binding.bind(args, kwargs)
+        return tuple(follow(bound[path.root], path.steps) for path in self.paths)
+
+    def locate(
+        self, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Path | None:
+        """Find a tensor in the attributes of argument objects, or return None."""
+        for name, value in self.binding.bind(args, kwargs).items():
+            for steps, found in tensors_within(value, objects=True):
+                if found is tensor:
+                    return Path(root=name, steps=steps)
+        return None
+
+
+# Parts of a template. Each builds its value anew from the output tensors; `made` holds the
+# containers that were built already, for objects that the output holds more than once.
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    index: int
+
+    def build(self, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+        return tensors[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    value: Any
+
+    def build(self, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    slot: int
+
+    def build(self, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+        return made[self.slot]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuple:
+    slot: int
+    cls: type
+    items: tuple[Any, ...]
+
+    def build(self, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+        items = [item.build(tensors, made) for item in self.items]
+        if self.cls is tuple:
+            value: Any = tuple(items)
+        elif hasattr(self.cls, "_make"):
+            value = self.cls._make(items)
+        elif hasattr(self.cls, "n_sequence_fields"):
+            value = self.cls(items)
+        else:
+            value = tuple.__new__(self.cls, items)
+        made[self.slot] = value
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """Lists, dicts and plain objects: made empty first, so that they may hold themselves."""
+
+    slot: int
+    cls: type
+    items: tuple[Any, ...] = ()
+    mapping: tuple[tuple[Any, Any], ...] = ()
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+        value = made[self.slot] = self.cls.__new__(self.cls)
+        if issubclass(self.cls, list):
+            list.extend(value, (item.build(tensors, made) for item in self.items))
+        # The class's own __setitem__ and __setattr__ may have side effects (ModelOutput copies
+        # one into the other); what they did is already in the recorded items and attributes.
+        put = dict.__setitem__
+        if issubclass(self.cls, dict):
+            put = next(c for c in self.cls.__mro__ if c.__module__ in _DICTS).__setitem__
+        for key, item in self.mapping:
+            put(value, key, item.build(tensors, made))
+        for name, item in self.attributes:
+            object.__setattr__(value, name, item.build(tensors, made))
+        return value
+
+
+_DICTS = ("builtins", "collections")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """An output object without its tensors.
+
+    Attributes
+    ----------
+    count : int
+        How many tensors `build` takes.
+    """
+
+    count: int
+    _spec: Any = field(repr=False)
+
+    @classmethod
+    def describe(cls, output: Any) -> tuple[Template, tuple[torch.Tensor, ...]]:
+        """Take an output apart.
+
+        Parameters
+        ----------
+        output : object
+            Tensors, None, scalars, nested tuples, lists, dicts, named tuples, ``ModelOutput``,
+            dataclasses and plain objects with tensors in their attributes. Objects without a
+            tensor inside are passed on as they are.
+
+        Returns
+        -------
+        template : Template
+        tensors : tuple of Tensor
+            In template order, each object once.
+        """
+        describer = _Describer()
+        spec = describer.visit(output, 0)
+        return cls(count=len(describer.tensors), _spec=spec), tuple(describer.tensors)
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Make a fresh output of the same type and structure from `tensors`."""
+        if len(tensors) != self.count:
+            raise CaptureError(f"Output needs {self.count} tensors, got {len(tensors)}.")
+        return self._spec.build(tensors, {})
+
+
+class _Describer:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.indices: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
+
+    def visit(self, value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.indices:
+                self.indices[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return _Leaf(self.indices[id(value)])
+        if depth > 12 or (is_atom(value) and not isinstance(value, (tuple, list, dict))):
+            return _Constant(value)
+        if id(value) in self.slots:
+            return _Again(self.slots[id(value)])
+        slot = self.slots[id(value)] = len(self.slots)
+        spec = self._container(value, slot, depth + 1)
+        if not _holds_tensor(spec) and not isinstance(value, (list, dict)):
+            return _Constant(value)
+        return spec
+
+    def _container(self, value: Any, slot: int, depth: int) -> Any:
+        cls = type(value)
+        if isinstance(value, tuple):
+            return _Tuple(slot, cls, tuple(self.visit(item, depth) for item in value))
+        state = fields_of(value)
+        attributes = tuple((name, self.visit(item, depth)) for name, item in state.items())
+        items: tuple[Any, ...] = ()
+        mapping: tuple[tuple[Any, Any], ...] = ()
+        if isinstance(value, list):
+            items = tuple(self.visit(item, depth) for item in value)
+        elif isinstance(value, dict):
+            pairs = list(dict.items(value))
+            mapping = tuple((key, self.visit(item, depth)) for key, item in pairs)
+        elif children(value, objects=False):
+            if any(True for _ in tensors_within(value, objects=True)):
+                raise CaptureError(
+                    f"The output holds tensors in a {cls.__name__}, which cannot be rebuilt. "
+                    "Return them in a tuple, list, dict or dataclass."
+                )
+        return _Container(slot, cls, items, mapping, attributes)
+
+
+def _holds_tensor(spec: Any) -> bool:
+    if isinstance(spec, (_Leaf, _Again)):
+        return True
+    if isinstance(spec, _Tuple):
+        return any(map(_holds_tensor, spec.items))
+    if isinstance(spec, _Container):
+        pairs = (*spec.mapping, *spec.attributes)
+        return any(map(_holds_tensor, (*spec.items, *(item for _, item in pairs))))
+    return False
