@@ -224,6 +224,7 @@ def convnext() -> Case:
         hidden_sizes=[16, 32, 48],
         depths=[2, 3, 2],
         drop_path_rate=0.1,
+        layer_scale_init_value=0.5,
         image_size=48,
         num_labels=10,
     )

@@ -1,0 +1,30 @@
+"""Settings for all tests."""
+
+from __future__ import annotations
+
+import os
+
+# The profiler behind the CPU memory meter writes a line to stderr each time otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers share the cores; more threads than cores makes all of them slow.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
