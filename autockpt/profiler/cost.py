@@ -1,0 +1,77 @@
+"""Cost models: what running an op again is said to cost, in integer nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+CostChoice = Literal["time", "roofline"] | Callable[["OpWork"], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpWork:
+    """The work of one op, as handed to a cost callable.
+
+    Attributes
+    ----------
+    target : str
+        Qualified name of the torch function.
+    flops : int
+    output_bytes : int
+        Bytes written to its results (views write none).
+    measured_ns : int
+        Measured time; 0 unless ``cost="time"``.
+    """
+
+    target: str
+    flops: int
+    output_bytes: int
+    measured_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """FLOPs over a rate, plus output bytes over a rate, plus a launch.
+
+    Deterministic: the same on every machine, so plans, tests and tables can be compared.
+
+    Examples
+    --------
+    >>> Roofline()(OpWork(target="mm", flops=50_000, output_bytes=5_000))
+    7000
+    """
+
+    flops_per_second: float = 50e9
+    bytes_per_second: float = 5e9
+    launch_ns: int = 5_000
+
+    def __call__(self, work: OpWork) -> int:
+        compute = work.flops * 1e9 / self.flops_per_second
+        traffic = work.output_bytes * 1e9 / self.bytes_per_second
+        return round(compute + traffic) + self.launch_ns
+
+
+def measured_time(work: OpWork) -> int:
+    """``cost="time"``: what was measured."""
+    return work.measured_ns
+
+
+def cost_model(choice: CostChoice) -> Callable[[OpWork], int]:
+    """Resolve the ``cost`` argument of ``optimize``.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not a cost.
+    """
+    if choice == "time":
+        return measured_time
+    if choice == "roofline":
+        return Roofline()
+    if callable(choice):
+        return choice
+    raise ValueError(
+        f"cost={choice!r} is not a cost: write 'time' (measured, the default), 'roofline' "
+        f"(deterministic, from FLOPs and bytes), or pass a callable from OpWork to ns."
+    )

@@ -1,0 +1,281 @@
+"""Runs a captured graph once for real, op by op, and rehearses each distinct op on the way.
+
+Values are dropped after their last use and nothing is saved for backward, so a profile needs
+the memory of a forward without grad plus that of its largest op: a model whose plain step does
+not fit is still profiled. On ``meta`` tensors the same pass needs no memory at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autockpt.capture import Capture, TensorMeta
+from autockpt.capture.guards import expect
+from autockpt.capture.restore import Trace, untraced
+from autockpt.capture.paths import read_path
+from autockpt.errors import ProfileError
+from autockpt.meters import Meter, NullMeter, meter
+from autockpt.profiler.cost import CostChoice, OpWork, cost_model
+from autockpt.profiler.facts import External, OpFacts, Profile
+from autockpt.profiler.rehearse import (
+    Rehearsal,
+    Subject,
+    distinct,
+    rehearse,
+    storage_bytes,
+    storage_of,
+    tensors_in,
+)
+
+
+def profile(
+    capture: Capture,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    cost: CostChoice = "time",
+) -> Profile:
+    """Measure every distinct op of a captured step.
+
+    Parameters
+    ----------
+    capture : Capture
+    model : nn.Module
+        The module that was captured; its buffers and the random states are put back.
+    args, kwargs
+        The batch that was captured.
+    cost : {"time", "roofline"} or callable
+        What an op costs, see ``autockpt.profiler.cost``.
+
+    Raises
+    ------
+    ProfileError
+        If an op cannot be run apart.
+
+    Notes
+    -----
+    One forward without grad, plus each distinct op (function, layouts, constants, ambient
+    modes) forward and backward two times, five times with ``cost="time"``.
+    """
+    inputs = capture.inputs.tensors(args, kwargs)
+    device = device_of(model, inputs)
+    watch = meter(device)
+    timed = cost == "time" and device.type != "meta"
+    with untraced(model, args, kwargs) as trace:
+        runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
+        with watch:
+            runner.run(*inputs)
+    externals = runner.externals
+    return Profile(
+        facts={node: rehearsal.finish(watch) for node, rehearsal in runner.rehearsals.items()},
+        externals=externals,
+        unpacked=runner.unpacked,
+        distinct_ops=len(runner.known),
+        device_type=device.type,
+        **fixed_bytes(model, inputs),
+    )
+
+
+def device_of(model: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device that a step runs on: of the first parameter, else of the first tensor."""
+    for tensor in (*model.parameters(), *model.buffers(), *tensors):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def fixed_bytes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+    """Bytes at the start of a step whose gradients are resident, each storage once."""
+    seen: set[int] = set()
+
+    def count(tensors: Sequence[torch.Tensor]) -> int:
+        total = 0
+        for tensor in tensors:
+            if storage_of(tensor) not in seen:
+                seen.add(storage_of(tensor))
+                total += storage_bytes(tensor)
+        return total
+
+    trained = [p for p in (*model.parameters(), *distinct(inputs)) if p.requires_grad and p.is_leaf]
+    return {
+        "parameter_bytes": count(list(model.parameters())),
+        "buffer_bytes": count(list(model.buffers())),
+        "batch_bytes": count(list(inputs)),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
+    }
+
+
+class _Runner(fx.Interpreter):  # type: ignore[misc]
+    """The interpreter: ``rehearsals`` and ``externals`` are what it finds."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        model: nn.Module,
+        watch: Meter,
+        cost: Callable[[OpWork], int],
+        trace: Trace,
+        *,
+        timed: bool,
+    ) -> None:
+        super().__init__(model, garbage_collect_values=True, graph=capture.graph)
+        self.rehearsals: dict[fx.Node, Rehearsal] = {}
+        self.externals: dict[fx.Node, External] = {}
+        self.known: dict[Any, Rehearsal] = {}
+        self.unpacked: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self._model = model
+        self._base = capture.ambient
+        self._watch = watch
+        self._cost = cost
+        self._trace = trace
+        self._timed = timed
+        self._objects: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; look at it apart if it is the first of its kind."""
+        if n.op in ("placeholder", "get_attr"):
+            value = super().run_node(n) if n.op == "placeholder" else read_path(self._model, str(n.target))
+            self.externals[n] = self._external(n, value)
+            return value
+        if n.op == "output":
+            return None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is expect:
+            self.rehearsals[n] = Rehearsal(facts=OpFacts(), name=n.name)
+            return args[1]
+        if n.target is operator.getitem and isinstance(args[0], tuple | list):
+            return self._unpack(n, args[0][args[1]])
+        return self._run_op(n, args, kwargs)
+
+    def _unpack(self, node: fx.Node, value: Any) -> Any:
+        self.rehearsals[node] = Rehearsal(facts=OpFacts(), name=node.name)
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node)
+        root, _ = self.unpacked.get(parent, (parent, 0))
+        index = -1
+        if isinstance(value, torch.Tensor):
+            index = next(i for i, t in enumerate(tensors_in(self.env[root])) if t is value)
+        self.unpacked[node] = (root, index)
+        return value
+
+    def _run_op(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _callable(node)
+        ambient = node.meta["ambient"]
+        with ambient.enter():
+            key = _distinct_key(node, args, kwargs)
+            known = self.known.get(key)
+            if known is None:
+                try:
+                    known = self._rehearse(node, call, args, kwargs)
+                except ProfileError:
+                    raise
+                except Exception as error:
+                    raise ProfileError(
+                        f"'{target_name(node)}' ({node.meta['module']}, {node.meta['source']}) "
+                        f"could not be run apart: {error}"
+                    ) from error
+                self.known[key] = known
+            self.rehearsals[node] = known
+            for argument in node.meta.get("writes", ()):
+                self._trace.before_write(self.env[argument])
+            with torch.no_grad():
+                return call(*args, **kwargs)
+
+    def _rehearse(
+        self, node: fx.Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Rehearsal:
+        nodes, tensors = _argument_nodes(node), tensors_in((args, kwargs))
+        wants = {
+            id(tensor)
+            for argument, tensor in zip(nodes, tensors, strict=True)
+            if argument.meta["tensors"][0].requires_grad
+        }
+        written = set(node.meta.get("writes", ()))
+        subject = Subject(
+            name=f"{len(self.known)}",
+            target=target_name(node),
+            call=call,
+            args=args,
+            kwargs=kwargs,
+            differentiable=frozenset(wants),
+            written=frozenset(
+                id(tensor)
+                for argument, tensor in zip(nodes, tensors, strict=True)
+                if argument in written
+            ),
+        )
+        measured = not isinstance(self._watch, NullMeter)
+        return rehearse(subject, self._watch, self._cost, timed=self._timed, measured=measured)
+
+    def _external(self, node: fx.Node, tensor: torch.Tensor) -> External:
+        kind: Literal["parameter", "buffer", "attribute", "batch"] = "attribute"
+        if node.op == "placeholder":
+            kind = "batch"
+        elif id(tensor) in self._parameters:
+            kind = "parameter"
+        elif id(tensor) in self._buffers:
+            kind = "buffer"
+        wanted = tensor.requires_grad
+        return External(
+            tensor=self._objects.setdefault(id(tensor), len(self._objects)),
+            storage=self._storages.setdefault(storage_of(tensor), len(self._storages)),
+            storage_bytes=storage_bytes(tensor),
+            gradient_bytes=tensor.numel() * tensor.element_size() if wanted else 0,
+            kind=kind,
+        )
+
+
+def target_name(node: fx.Node) -> str:
+    """A name a reader knows: ``torch.nn.functional.linear``, ``Tensor.view``."""
+    if node.op == "call_method":
+        return f"Tensor.{node.target}"
+    target: Any = node.target
+    module = getattr(target, "__module__", None) or "torch"
+    return f"{module}.{getattr(target, '__qualname__', getattr(target, '__name__', target))}"
+
+
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        name = str(node.target)
+        return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
+    assert callable(node.target)
+    return node.target
+
+
+def _argument_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments in order of appearance, repeats included."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda argument: found.append(argument) or argument)
+    return found
+
+
+def _distinct_key(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What two nodes must share to be the same op: function, layouts, constants, modes."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    nodes = iter(_argument_nodes(node))
+    storages: dict[int, int] = {}
+    objects: dict[int, int] = {}
+    parts: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            parts.append((type(leaf), repr(leaf)))
+            continue
+        argument = next(nodes)
+        meta: TensorMeta = argument.meta["tensors"][0]
+        layout = (meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad)
+        sharing = (
+            storages.setdefault(storage_of(leaf), len(storages)),
+            objects.setdefault(id(leaf), len(objects)),
+        )
+        cached = argument.op == "get_attr" and meta.requires_grad
+        parts.append((layout, sharing, argument in node.meta.get("writes", ()), cached))
+    return node.op, node.target, str(spec), tuple(parts), node.meta["ambient"]

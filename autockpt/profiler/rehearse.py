@@ -1,0 +1,425 @@
+"""Runs one op apart, forward and backward, on its real arguments, and writes down the facts.
+
+The op is run twice: once under a dispatch mode that counts FLOPs and sees random draws, once
+bare with the allocator watched, as a dispatch mode changes what autograd does in place. The
+rest of the model is a function behind the op whose backward allocates the incoming gradients,
+so that autograd owns them as it does in a real step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from autockpt.errors import ProfileError
+from autockpt.meters import Meter
+from autockpt.profiler.aten_log import AtenLog, Tally
+from autockpt.profiler.cost import OpWork
+from autockpt.profiler.facts import ArgumentGradient, OpFacts, Ref, Result
+
+_TIMED_RUNS = 3
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of a living tensor's storage (layouts without a storage count as their own)."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Allocated bytes of a tensor's storage."""
+    if tensor.layout is not torch.strided:
+        return int(tensor._nnz()) * tensor.element_size()
+    return int(tensor.untyped_storage().nbytes())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each once: autograd may add into it."""
+    if tensor.layout is not torch.strided:
+        return False
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors of a nested result or argument, in order, repeats included."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in order, each object once."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+class _Rest(torch.autograd.Function):
+    """The rest of the model: its backward allocates the gradients that reach the op."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Callable[[tuple[torch.Tensor, ...]], None], *results: Any) -> Any:
+        ctx.arrived = arrived
+        ctx.layouts = [
+            (tuple(r.shape), r.stride() if is_dense(r) else None, r.dtype)
+            for r in results
+        ]
+        ctx.device = results[0].device
+        return torch.zeros((), device=ctx.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = tuple(_ones(*layout, ctx.device) for layout in ctx.layouts)
+        ctx.arrived(gradients)
+        return (None, *gradients)
+
+
+def _ones(
+    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: Any
+) -> torch.Tensor:
+    if stride is None:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """Facts of one op, complete once the meter is closed and ``finish`` was called."""
+
+    facts: OpFacts
+    name: str
+    measured: bool = False
+    differentiable: bool = False
+
+    def finish(self, watch: Meter) -> OpFacts:
+        """Add the workspaces."""
+        if not self.measured:
+            return self.facts
+        made = sum(self.facts.hidden_bytes) + sum(
+            result.storage_bytes
+            for index, result in enumerate(self.facts.results)
+            if result.storage == ("result", index)
+        )
+        forward = watch.span(f"{self.name}.forward", f"{self.name}.forward.end")
+        workspace = max(0, forward.peak_bytes - made)
+        backward_workspace = 0
+        if self.differentiable:
+            backward = watch.span(f"{self.name}.backward", f"{self.name}.backward.end")
+            fresh = sum(self.facts.fresh_gradient_bytes)
+            backward_workspace = max(0, backward.peak_bytes - fresh)
+        return replace(
+            self.facts,
+            forward_workspace_bytes=workspace,
+            backward_workspace_bytes=backward_workspace,
+        )
+
+
+@dataclass(slots=True)
+class Subject:
+    """The op to rehearse: its call, its real arguments, and what the capture says of them.
+
+    ``differentiable`` are the ids of tensor arguments that require grad in the real step;
+    ``written`` the ids of those that the op writes in place (it gets copies of these).
+    """
+
+    name: str
+    target: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    differentiable: frozenset[int]
+    written: frozenset[int]
+    tensors: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = distinct(tensors_in((self.args, self.kwargs)))
+
+    def stand_ins(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any], list[Any]]:
+        """Leaves on the same storages, the arguments made of them, and their gradient edges."""
+        leaves: dict[int, torch.Tensor] = {}
+        edges: list[Any] = []
+        for tensor in self.tensors:
+            leaf = tensor.detach()
+            if id(tensor) in self.differentiable:
+                leaf.requires_grad_()
+            if id(tensor) in self.written:
+                leaf = leaf.clone()
+            leaves[id(tensor)] = leaf
+            if leaf.requires_grad:
+                edges.append(torch.autograd.graph.get_gradient_edge(leaf))
+            else:
+                edges.append(None)
+        swap = lambda leaf: leaves[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        args, kwargs = pytree.tree_map(swap, (self.args, self.kwargs))
+        return list(leaves.values()), args, kwargs, edges
+
+
+def rehearse(
+    subject: Subject, watch: Meter, cost: Callable[[OpWork], int], *, timed: bool, measured: bool
+) -> Rehearsal:
+    """Run an op apart and return what was seen; costs of a real run only if ``timed``."""
+    try:
+        facts = _logged_run(subject)
+        rehearsal = Rehearsal(facts=facts.facts, name=subject.name)
+        if measured:
+            rehearsal.measured = True
+            rehearsal.differentiable = _watched_run(subject, watch, facts.differentiable)
+        forward_ns, backward_ns = _timed_runs(subject, facts) if timed else (0, 0)
+    except torch.OutOfMemoryError as error:
+        raise ProfileError(
+            f"The device ran out of memory while '{subject.target}' was measured apart. Plan "
+            f"with cost='roofline', or with a smaller batch."
+        ) from error
+    rehearsal.facts = _priced(facts, subject, cost, forward_ns, backward_ns)
+    return rehearsal
+
+
+@dataclass(slots=True)
+class _Logged:
+    facts: OpFacts
+    forward: Tally
+    at_stop: Tally
+    output_bytes: int
+    backward_flops: int
+    differentiable: list[int]
+
+
+def _logged_run(subject: Subject) -> _Logged:
+    leaves, args, kwargs, edges = subject.stand_ins()
+    packed: list[torch.Tensor] = []
+    at_stop = Tally()
+    with AtenLog() as log:
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal at_stop
+            packed.append(tensor)
+            at_stop = log.tally.copy()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = subject.call(*args, **kwargs)
+    results, returned = _results(subject, leaves, out)
+    storages = _number_storages(leaves, results, packed)
+    saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in packed))
+    hidden = {storages[storage_of(t)].index: storage_bytes(t) for t in packed
+              if storages[storage_of(t)].kind == "hidden"}
+    shown = tuple(
+        Result(
+            storage=storages[storage_of(result)],
+            storage_bytes=storage_bytes(result),
+            gradient_bytes=result.numel() * result.element_size() if result.requires_grad else 0,
+            same_as=_argument_that_is(result, subject, leaves, written=False),
+            written=_argument_that_is(result, subject, leaves, written=True),
+            returned=index < returned,
+        )
+        for index, result in enumerate(results)
+    )
+    wrote = {storage_of(leaf) for leaf, t in zip(leaves, subject.tensors, strict=True)
+             if id(t) in subject.written}
+    output_bytes = sum(
+        result.numel() * result.element_size()
+        for index, result in enumerate(results)
+        if shown[index].storage == ("result", index) or storage_of(result) in wrote
+    )
+    facts = OpFacts(
+        results=shown,
+        hidden_bytes=tuple(hidden[index] for index in sorted(hidden)),
+        saved=saved,
+        packs=bool(packed),
+        random=log.random,
+        holds_tensors=_context_holds_tensors(results),
+    )
+    forward = log.tally.copy()
+    differentiable = [i for i, result in enumerate(results) if result.requires_grad]
+    del packed
+    fresh, gradients, flops = _logged_backward(results, differentiable, edges)
+    facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
+    return _Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
+
+
+def _results(
+    subject: Subject, leaves: Sequence[torch.Tensor], out: Any
+) -> tuple[list[torch.Tensor], int]:
+    """What an op returns, then what it wrote in place and did not return; how many it returned."""
+    results = tensors_in(out)
+    returned = {id(result) for result in results}
+    unreturned = [
+        leaf
+        for leaf, tensor in zip(leaves, subject.tensors, strict=True)
+        if id(tensor) in subject.written and id(leaf) not in returned
+    ]
+    return results + unreturned, len(results)
+
+
+def _argument_that_is(
+    result: torch.Tensor, subject: Subject, leaves: Sequence[torch.Tensor], *, written: bool
+) -> int | None:
+    """The argument that a result is, object for object, among those (not) written in place."""
+    for argument, (leaf, tensor) in enumerate(zip(leaves, subject.tensors, strict=True)):
+        if result is leaf and (id(tensor) in subject.written) is written:
+            return argument
+    return None
+
+
+def _number_storages(
+    leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor], packed: Sequence[torch.Tensor]
+) -> dict[int, Ref]:
+    storages: dict[int, Ref] = {}
+    for index, leaf in enumerate(leaves):
+        storages.setdefault(storage_of(leaf), Ref("argument", index))
+    for index, result in enumerate(results):
+        storages.setdefault(storage_of(result), Ref("result", index))
+    hidden = 0
+    for tensor in packed:
+        if storage_of(tensor) not in storages:
+            storages[storage_of(tensor)] = Ref("hidden", hidden)
+            hidden += 1
+    return storages
+
+
+def _context_holds_tensors(results: Sequence[torch.Tensor]) -> bool:
+    """Whether a custom Function keeps tensors as attributes, where no hook sees them."""
+    return any(
+        bool(tensors_in(list(vars(result.grad_fn).values())))
+        for result in results
+        if isinstance(result.grad_fn, torch.autograd.function.BackwardCFunction)
+    )
+
+
+def _logged_backward(
+    results: list[torch.Tensor], differentiable: list[int], edges: list[Any]
+) -> tuple[tuple[int, ...], tuple[ArgumentGradient, ...], int]:
+    if not differentiable or not any(edge is not None for edge in edges):
+        return (), (), 0
+    arrived: list[torch.Tensor] = []
+    end = _Rest.apply(arrived.extend, *(results[i] for i in differentiable))
+    wanted = [(index, edge) for index, edge in enumerate(edges) if edge is not None]
+    with AtenLog() as log:
+        got = torch.autograd.grad(end, [edge for _, edge in wanted], allow_unused=True)
+    storages = {
+        storage_of(gradient): Ref("result", index)
+        for index, gradient in zip(differentiable, arrived, strict=True)
+    }
+    fresh: list[int] = []
+    gradients: list[ArgumentGradient] = []
+    for (argument, _), gradient in zip(wanted, got, strict=True):
+        if gradient is None:
+            continue
+        if storage_of(gradient) not in storages:
+            storages[storage_of(gradient)] = Ref("hidden", len(fresh))
+            fresh.append(storage_bytes(gradient))
+        dense = is_dense(gradient)
+        source = storages[storage_of(gradient)]
+        gradients.append(ArgumentGradient(argument=argument, source=source, dense=dense))
+    return tuple(fresh), tuple(gradients), log.tally.flops
+
+
+def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bool:
+    """Run bare under the meter; say whether a backward was run."""
+    leaves, args, kwargs, edges = subject.stand_ins()
+    watch.mark(f"{subject.name}.forward")
+    out = subject.call(*args, **kwargs)
+    watch.mark(f"{subject.name}.forward.end")
+    wanted = [edge for edge in edges if edge is not None]
+    if not differentiable or not wanted:
+        return False
+    results, _ = _results(subject, leaves, out)
+    end = _Rest.apply(
+        lambda _: watch.mark(f"{subject.name}.backward"), *(results[i] for i in differentiable)
+    )
+    del out, results, leaves, args, kwargs
+    got = torch.autograd.grad(end, wanted, allow_unused=True)
+    watch.mark(f"{subject.name}.backward.end")
+    del got
+    return True
+
+
+def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
+    """Least time of a few runs, in ns: forward, and backward without the seed."""
+    forwards, backwards = [], []
+    for _ in range(_TIMED_RUNS):
+        leaves, args, kwargs, edges = subject.stand_ins()
+        clock = _Clock(subject.tensors)
+        out = subject.call(*args, **kwargs)
+        forwards.append(clock.ns())
+        wanted = [edge for edge in edges if edge is not None]
+        if not facts.differentiable or not wanted:
+            continue
+        results, _ = _results(subject, leaves, out)
+        clocks: list[_Clock] = []
+        end = _Rest.apply(
+            lambda _: clocks.append(_Clock(subject.tensors)),  # noqa: B023
+            *(results[i] for i in facts.differentiable),
+        )
+        torch.autograd.grad(end, wanted, allow_unused=True)
+        backwards.append(clocks[0].ns())
+    return min(forwards), min(backwards, default=0)
+
+
+class _Clock:
+    """Wall clock on a CPU, events on a GPU."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._cuda = any(tensor.is_cuda for tensor in tensors)
+        if self._cuda:
+            self._start = torch.cuda.Event(enable_timing=True)
+            self._start.record()
+        self._wall = time.perf_counter_ns()
+
+    def ns(self) -> int:
+        """Nanoseconds since the clock was made."""
+        if not self._cuda:
+            return time.perf_counter_ns() - self._wall
+        stop = torch.cuda.Event(enable_timing=True)
+        stop.record()
+        stop.synchronize()
+        return round(self._start.elapsed_time(stop) * 1e6)
+
+
+def _priced(
+    logged: _Logged,
+    subject: Subject,
+    cost: Callable[[OpWork], int],
+    forward_ns: int,
+    backward_ns: int,
+) -> OpFacts:
+    target, forward, at_stop = subject.target, logged.forward, logged.at_stop
+    full = cost(
+        OpWork(
+            target=target,
+            flops=forward.flops,
+            output_bytes=logged.output_bytes,
+            measured_ns=forward_ns,
+        )
+    )
+    # Until its last pack an op has done this share of its work; nothing if it packs inputs only.
+    share = _share(at_stop, forward)
+    stopped = min(full, round(full * share))
+    backward = cost(
+        OpWork(
+            target=target + " backward",
+            flops=logged.backward_flops,
+            output_bytes=sum(logged.facts.fresh_gradient_bytes),
+            measured_ns=backward_ns,
+        )
+    )
+    return replace(
+        logged.facts,
+        cost=full,
+        stop_cost=stopped,
+        backward_cost=backward if logged.facts.gradients else 0,
+        flops=forward.flops,
+        stop_flops=at_stop.flops,
+        backward_flops=logged.backward_flops,
+    )
+
+
+def _share(done: Tally, total: Tally) -> float:
+    if done.calls == 0:
+        return 0.0
+    if total.flops:
+        return done.flops / total.flops if done.flops else done.calls / total.calls
+    return done.nbytes / total.nbytes if total.nbytes else 1.0
