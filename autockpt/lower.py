@@ -153,7 +153,8 @@ class _Table:
         found: list[int] = []
 
         def add(argument: fx.Node) -> fx.Node:
-            found.append(self.value_of[argument])
+            if argument in self.value_of:
+                found.append(self.value_of[argument])
             return argument
 
         fx.map_arg((node.args, node.kwargs), add)

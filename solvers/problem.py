@@ -100,7 +100,8 @@ class Op:
         Most bytes alive at once while it runs, above its inputs and all storages it produces.
     backward_workspace_bytes : int
         The same for its backward, above its saved storages, the gradients of its outputs and
-        all of ``gradient_bytes``.
+        all of ``gradient_bytes``. Negative where an op of several steps frees what it hid
+        before the last of its gradients is made.
     gradient_bytes : tuple of int
         The fresh storages that its backward allocates for gradients.
     gradients : tuple of Gradient

@@ -8,7 +8,7 @@ not fit is still profiled. On ``meta`` tensors the same pass needs no memory at 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ def profile(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    closures: Mapping[str, torch.Tensor] | None = None,
     cost: CostChoice = "time",
 ) -> Profile:
     """Measure every distinct op of a captured step.
@@ -51,6 +52,8 @@ def profile(
         The module that was captured; its buffers and the random states are put back.
     args, kwargs
         The batch that was captured.
+    closures : mapping, optional
+        ``Recorded.closures``: tensors that the loss outside the model holds.
     cost : {"time", "roofline"} or callable
         What an op costs, see ``autockpt.profiler.cost``.
 
@@ -70,6 +73,7 @@ def profile(
     timed = cost == "time" and device.type != "meta"
     with untraced(model, args, kwargs) as trace:
         runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
+        runner.closures.update(closures or {})
         with watch:
             runner.run(*inputs)
     externals = runner.externals
@@ -129,6 +133,7 @@ class _Runner(fx.Interpreter):  # type: ignore[misc]
         self.externals: dict[fx.Node, External] = {}
         self.known: dict[Any, Rehearsal] = {}
         self.unpacked: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self.closures: dict[str, torch.Tensor] = {}
         self._model = model
         self._base = capture.ambient
         self._watch = watch
@@ -143,7 +148,7 @@ class _Runner(fx.Interpreter):  # type: ignore[misc]
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; look at it apart if it is the first of its kind."""
         if n.op in ("placeholder", "get_attr"):
-            value = super().run_node(n) if n.op == "placeholder" else read_path(self._model, str(n.target))
+            value = super().run_node(n) if n.op == "placeholder" else self._read(str(n.target))
             self.externals[n] = self._external(n, value)
             return value
         if n.op == "output":
@@ -155,6 +160,10 @@ class _Runner(fx.Interpreter):  # type: ignore[misc]
         if n.target is operator.getitem and isinstance(args[0], tuple | list):
             return self._unpack(n, args[0][args[1]])
         return self._run_op(n, args, kwargs)
+
+    def _read(self, target: str) -> Any:
+        held = self.closures.get(target)
+        return held if held is not None else read_path(self._model, target)
 
     def _unpack(self, node: fx.Node, value: Any) -> Any:
         self.rehearsals[node] = Rehearsal(facts=OpFacts(), name=node.name)
@@ -234,13 +243,26 @@ class _Runner(fx.Interpreter):  # type: ignore[misc]
         )
 
 
+# Where torch keeps its builtins, and the names people import them by.
+_PUBLIC = {
+    "torch._C._nn": "torch.nn.functional",
+    "torch._C._VariableFunctions": "torch",
+    "_operator": "operator",
+}
+
+
 def target_name(node: fx.Node) -> str:
     """A name a reader knows: ``torch.nn.functional.linear``, ``Tensor.view``."""
     if node.op == "call_method":
         return f"Tensor.{node.target}"
     target: Any = node.target
+    name = getattr(target, "__name__", str(target))
+    if "_VariableFunctions" in getattr(target, "__qualname__", ""):
+        return f"torch.{name}"
     module = getattr(target, "__module__", None) or "torch"
-    return f"{module}.{getattr(target, '__qualname__', getattr(target, '__name__', target))}"
+    if module in _PUBLIC:
+        return f"{_PUBLIC[module]}.{name}"
+    return f"{module}.{getattr(target, '__qualname__', name)}"
 
 
 def _callable(node: fx.Node) -> Callable[..., Any]:
@@ -252,9 +274,15 @@ def _callable(node: fx.Node) -> Callable[..., Any]:
 
 
 def _argument_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments in order of appearance, repeats included."""
+    """The tensor nodes among the arguments in order of appearance, repeats included."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda argument: found.append(argument) or argument)
+
+    def add(argument: fx.Node) -> fx.Node:
+        if argument.meta["tensors"]:
+            found.append(argument)
+        return argument
+
+    fx.map_arg((node.args, node.kwargs), add)
     return found
 
 

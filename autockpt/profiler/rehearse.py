@@ -109,7 +109,9 @@ class Rehearsal:
         if self.differentiable:
             backward = watch.span(f"{self.name}.backward", f"{self.name}.backward.end")
             fresh = sum(self.facts.fresh_gradient_bytes)
-            backward_workspace = max(0, backward.peak_bytes - fresh)
+            # Negative where a composite op frees what it hid before its last gradient is made.
+            hidden = sum(self.facts.hidden_bytes)
+            backward_workspace = max(-hidden, backward.peak_bytes - fresh)
         return replace(
             self.facts,
             forward_workspace_bytes=workspace,
