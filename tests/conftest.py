@@ -6,6 +6,7 @@ import os
 
 # The profiler behind the CPU memory meter writes a line to stderr each time otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 import torch
