@@ -102,6 +102,10 @@ class Op:
         The same for its backward, above its saved storages, the gradients of its outputs and
         all of ``gradient_bytes``. Negative where an op of several steps frees what it hid
         before the last of its gradients is made.
+    stop_peak_bytes : int
+        Most bytes alive at once above its inputs when it runs only until the last of its saved
+        tensors is packed, where a recomputation stops. 0 where that was not measured: it is
+        then taken to need what a whole run needs.
     gradient_bytes : tuple of int
         The fresh storages that its backward allocates for gradients.
     gradients : tuple of Gradient
@@ -129,6 +133,7 @@ class Op:
     packs: bool = False
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    stop_peak_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     cost: int = 0

@@ -1,0 +1,186 @@
+"""Gradients in flight during backward. No plan changes them, so they are replayed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from solvers.graph import Graph, defining_ops
+from solvers.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientFlow:
+    """Bytes of gradients around the backward of every op; zeros for ops not reached.
+
+    Attributes
+    ----------
+    before : tuple of int
+        Gradients alive when the op's turn comes: what a recomputation finds.
+    instant : tuple of int
+        While its backward runs: its own gradients and workspace included.
+    after : tuple of int
+        Most while its gradients are delivered, when what it saved is already gone.
+    """
+
+    before: tuple[int, ...]
+    instant: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Gradient storages with reference counts, in both modes at once.
+
+    The modes differ only in what becomes of a leaf's finished gradient: added to a resident
+    one and let go, or kept (fresh). A storage kept has no other holder, so one set of
+    reference counts serves both.
+    """
+
+    references: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    resident: int = 0
+    fresh: int = 0
+    top_resident: int = 0
+    top_fresh: int = 0
+
+    def allocate(self, nbytes: int) -> int:
+        self.references.append(1)
+        self.sizes.append(nbytes)
+        self.resident += nbytes
+        self.fresh += nbytes
+        self.note()
+        return len(self.sizes) - 1
+
+    def drop(self, storage: int) -> None:
+        self.references[storage] -= 1
+        if not self.references[storage]:
+            self.resident -= self.sizes[storage]
+            self.fresh -= self.sizes[storage]
+
+    def note(self) -> None:
+        self.top_resident = max(self.top_resident, self.resident)
+        self.top_fresh = max(self.top_fresh, self.fresh)
+
+    def restart(self) -> None:
+        self.top_resident, self.top_fresh = self.resident, self.fresh
+
+
+@dataclass(slots=True)
+class _Engine:
+    problem: Problem
+    wanted: list[bool]
+    missing: list[int]
+    flight: _Flight = field(default_factory=_Flight)
+    held: dict[int, tuple[int, bool]] = field(default_factory=dict)
+
+    def run_backward(self, index: int) -> tuple[int, int]:
+        """Allocate and deliver what op ``index`` gives; return both levels at its instant."""
+        op, flight = self.problem.ops[index], self.flight
+        own = [flight.allocate(nbytes) for nbytes in op.gradient_bytes]
+        workspace = op.backward_workspace_bytes
+        instant = (flight.resident + workspace, flight.fresh + workspace)
+        of_outputs = [self.held.pop(v, None) for v in op.outputs]
+        deliveries = []
+        for gradient in op.gradients:
+            if gradient.source >= 0:
+                storage = own[gradient.source]
+            else:
+                of_output = of_outputs[~gradient.source]
+                if of_output is None:
+                    continue
+                storage = of_output[0]
+            flight.references[storage] += 1
+            deliveries.append((gradient.value, storage, gradient.dense))
+        for storage in own:
+            flight.drop(storage)
+        for of_output in of_outputs:
+            if of_output is not None:
+                flight.drop(of_output[0])
+        flight.restart()
+        for value, storage, dense in deliveries:
+            self._deliver(value, storage, dense)
+        for value in dict.fromkeys(value for value, _, _ in deliveries):
+            if self.problem.values[value].leaf and not self.missing[value]:
+                self._accumulate(value)
+        return instant
+
+    def _deliver(self, value: int, storage: int, dense: bool) -> None:
+        flight = self.flight
+        self.missing[value] -= 1
+        if not self.wanted[value]:
+            flight.drop(storage)
+            return
+        if value not in self.held:
+            self.held[value] = (storage, dense)
+            return
+        earlier, earlier_dense = self.held[value]
+        if earlier_dense and flight.references[earlier] == 1:
+            flight.drop(storage)
+            return
+        total = flight.allocate(self.problem.values[value].gradient_bytes)
+        flight.drop(earlier)
+        flight.drop(storage)
+        self.held[value] = (total, True)
+
+    def _accumulate(self, value: int) -> None:
+        """Hand a leaf's finished gradient to ``.grad``."""
+        storage, dense = self.held.pop(value)
+        flight = self.flight
+        if dense and flight.references[storage] == 1:
+            flight.references[storage] = 0
+            flight.resident -= flight.sizes[storage]
+            return
+        flight.fresh += self.problem.values[value].gradient_bytes
+        flight.note()
+        flight.drop(storage)
+
+
+def gradient_flows(problem: Problem, graph: Graph) -> tuple[GradientFlow, GradientFlow]:
+    """Replay the gradients of one backward.
+
+    Returns
+    -------
+    resident, fresh : GradientFlow
+        With parameter gradients resident, and with fresh ones, which stay once made.
+    """
+    definers = defining_ops(problem)
+    engine = _Engine(
+        problem=problem,
+        wanted=[
+            value.leaf or (definers[v] >= 0 and graph.reached[definers[v]])
+            for v, value in enumerate(problem.values)
+        ],
+        missing=_contributions(problem, graph),
+    )
+    flight = engine.flight
+    seed = flight.allocate(problem.values[problem.loss].gradient_bytes)
+    engine.held[problem.loss] = (seed, True)
+    empty = [0] * graph.size
+    resident = (empty[:], empty[:], empty[:])
+    fresh = (empty[:], empty[:], empty[:])
+    for index in range(graph.size - 1, -1, -1):
+        if not graph.reached[index]:
+            continue
+        resident[0][index], fresh[0][index] = flight.resident, flight.fresh
+        resident[1][index], fresh[1][index] = engine.run_backward(index)
+        resident[2][index], fresh[2][index] = flight.top_resident, flight.top_fresh
+    return _flow(resident), _flow(fresh)
+
+
+def _flow(lists: tuple[list[int], list[int], list[int]]) -> GradientFlow:
+    before, instant, after = lists
+    return GradientFlow(before=tuple(before), instant=tuple(instant), after=tuple(after))
+
+
+def _contributions(problem: Problem, graph: Graph) -> list[int]:
+    """Return how many gradients each value will be handed."""
+    counts = [0] * len(problem.values)
+    counts[problem.loss] = 1
+    for index in range(graph.size - 1, -1, -1):
+        op = problem.ops[index]
+        if not graph.reached[index]:
+            continue
+        for gradient in op.gradients:
+            if gradient.source >= 0 or counts[op.outputs[~gradient.source]]:
+                counts[gradient.value] += 1
+    return counts

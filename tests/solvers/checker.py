@@ -1,0 +1,331 @@
+"""An independent check of the judge: a toy eager runtime that really runs the step.
+
+Shares no code with ``solvers``. Storages are Python objects that move a meter when they are
+made and when they die, tensors hold them, autograd nodes hold what was saved, and checkpoint
+frames, holders and the replay are those of ``torch.utils.checkpoint``. Nothing here computes a
+lifetime: CPython's reference counts do.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+
+class Meter:
+    def __init__(self):
+        self.level = 0
+        self.peak = 0
+
+    def note(self, extra=0):
+        self.peak = max(self.peak, self.level + extra)
+
+
+class Buffer:
+    def __init__(self, meter, nbytes):
+        self.meter, self.nbytes = meter, nbytes
+        meter.level += nbytes
+        meter.note()
+
+    def __del__(self):
+        self.meter.level -= self.nbytes
+
+
+class Tensor:
+    def __init__(self, buffer, node):
+        self.buffer, self.node = buffer, node
+
+
+class Node:
+    """A node of the autograd graph: what it saved, and the nodes it leads to."""
+
+    def __init__(self, index, saved, hook, parents):
+        self.index, self.saved, self.hook, self.parents = index, saved, hook, parents
+
+
+class Holder:
+    pass
+
+
+class Frame:
+    def __init__(self, region):
+        self.region = region
+        self.arguments = None
+        self.state = None
+        self.holders = []
+        self.recomputed = weakref.WeakKeyDictionary()
+        self.counter = 0
+        self.replayed = False
+
+
+class Stop(Exception):
+    pass
+
+
+class ForwardHook:
+    def __init__(self, frame):
+        self.frame = frame
+
+    def pack(self, payload):
+        holder = Holder()
+        self.frame.holders.append(weakref.ref(holder))
+        return holder
+
+    def unpack(self, runtime, holder):
+        frame = self.frame
+        if not frame.replayed:
+            arguments = {}
+            for packed, hook in frame.arguments:
+                arguments.update(hook.unpack(runtime, packed) if hook else packed)
+            try:
+                runtime.replay(frame, arguments)
+            except Stop:
+                pass
+            frame.replayed = True
+        return frame.recomputed.pop(holder)
+
+
+class ReplayHook:
+    def __init__(self, frame):
+        self.frame = frame
+
+    def pack(self, payload):
+        frame = self.frame
+        holder = frame.holders[frame.counter]()
+        frame.counter += 1
+        if holder is not None:
+            frame.recomputed[holder] = payload
+        if frame.counter == len(frame.holders):
+            raise Stop
+        return payload
+
+    def unpack(self, runtime, packed):
+        raise AssertionError("the graph of a replay is never differentiated")
+
+
+class Runtime:
+    def __init__(self, problem, fresh):
+        self.problem = problem
+        self.fresh = fresh
+        self.meter = Meter()
+        self.hooks = []
+        self.recomputed_ops = 0
+        self.recompute_cost = 0
+        self.replaying = 0
+
+    # -- forward ---------------------------------------------------------------------------
+
+    def run_scope(self, start, stop, children, env, returned):
+        items, position = [], start
+        for child in children:
+            items += [(i, None) for i in range(position, child.start)] + [(child.start, child)]
+            position = child.stop
+        items += [(i, None) for i in range(position, stop)]
+        uses = [self.uses(i, child) for i, child in items]
+        for k, (i, child) in enumerate(items):
+            if child is None:
+                self.run_op(i, env)
+            else:
+                self.call_region(child, env, stop, returned)
+            later = set().union(*uses[k + 1 :], returned)
+            for value in [v for v in env if v not in later]:
+                del env[value]
+
+    def uses(self, index, child):
+        span = range(index, index + 1) if child is None else range(child.start, child.stop)
+        return {v for i in span for v in self.problem.ops[i].inputs}
+
+    def run_op(self, i, env):
+        op, problem = self.problem.ops[i], self.problem
+        made = {s: None for s, st in enumerate(problem.storages) if st.producer == i}
+        saves_inputs_only = not any(s in made for s in op.saved)
+        hook = self.hooks[-1] if self.hooks else None
+        parents = [env[v].node for v in op.inputs if v in env]
+        before = {env[v].storage_id: env[v].buffer for v in op.inputs if v in env}
+        packs = op.packs or op.saved
+        node = Node(i, None, None, parents)
+        if packs and saves_inputs_only and op.stop_cost == 0:
+            self.pack(node, op, before, hook)
+        if self.replaying:
+            self.recomputed_ops += 1
+        for s in made:
+            made[s] = Buffer(self.meter, problem.storages[s].nbytes)
+        self.meter.note(op.forward_workspace_bytes)
+        if packs and not (saves_inputs_only and op.stop_cost == 0):
+            if self.replaying:
+                self.recompute_cost += op.stop_cost
+            self.pack(node, op, {**before, **made}, hook)
+            if self.replaying:
+                self.recompute_cost -= op.stop_cost
+        if self.replaying:
+            self.recompute_cost += op.cost
+        for v in op.outputs:
+            s = problem.values[v].storage
+            buffer = made[s] if s in made else before.get(s)
+            env[v] = Tensor(buffer, node)
+            env[v].storage_id = s
+
+    def pack(self, node, op, buffers, hook):
+        payload = [buffers[s] for s in op.saved if self.problem.storages[s].producer is not None]
+        node.saved, node.hook = (hook.pack(payload) if hook else payload,), hook
+
+    def call_region(self, region, env, scope_stop, returned):
+        problem = self.problem
+        inside = range(region.start, region.stop)
+        defined = {v for i in inside for v in problem.ops[i].outputs}
+        read = {v for i in inside for v in problem.ops[i].inputs}
+        names = [v for v in sorted(read - defined) if not problem.values[v].parameter]
+        frame = Frame(region)
+        hook = self.hooks[-1] if self.hooks else None
+        if problem.random_state_bytes and any(problem.ops[i].random for i in inside):
+            frame.state = Buffer(self.meter, problem.random_state_bytes)
+        saved = []
+        for v in names:
+            payload = {v: env[v]} if v in env else {}
+            payload = {k: detached(t) for k, t in payload.items()}
+            saved.append((hook.pack(payload) if hook else payload, hook))
+        frame.arguments = saved
+        arguments = {v: env[v] for v in names if v in env}
+        later = {v for i in range(region.stop, len(problem.ops)) for v in problem.ops[i].inputs}
+        later |= {*problem.outputs, problem.loss, *returned}
+        self.hooks.append(ForwardHook(frame))
+        try:
+            env.update(self.call(region, arguments, defined & later))
+        finally:
+            self.hooks.pop()
+
+    def call(self, region, arguments, returned):
+        env = dict(arguments)
+        self.run_scope(region.start, region.stop, region.children, env, returned)
+        return {v: env[v] for v in returned}
+
+    def replay(self, frame, arguments):
+        region, problem = frame.region, self.problem
+        inside = range(region.start, region.stop)
+        state = Buffer(self.meter, problem.random_state_bytes) if frame.state else None
+        defined = {v for i in inside for v in problem.ops[i].outputs}
+        later = {v for i in range(region.stop, len(problem.ops)) for v in problem.ops[i].inputs}
+        later |= {*problem.outputs, problem.loss}
+        outer, self.hooks = self.hooks, [ReplayHook(frame)]
+        self.replaying += 1
+        try:
+            self.call(region, arguments, defined & later)
+        finally:
+            self.hooks = outer
+            self.replaying -= 1
+            del state
+
+    # -- backward --------------------------------------------------------------------------
+
+    def step(self, plan):
+        problem = self.problem
+        self.meter.level = problem.parameter_bytes + problem.buffer_bytes + problem.batch_bytes
+        if not self.fresh:
+            self.meter.level += problem.gradient_bytes
+        env = {}
+        size = len(problem.ops)
+        self.run_scope(0, size, plan.regions, env, {*problem.outputs, problem.loss})
+        self.backward(env[problem.loss].node)
+        return self
+
+    def backward(self, root):
+        problem = self.problem
+        graph = {}
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node is not None and node.index not in graph:
+                graph[node.index] = node
+                stack += node.parents
+        seed = Buffer(self.meter, problem.values[problem.loss].gradient_bytes)
+        self.gradients = {problem.loss: (seed, True)}
+        del seed, node
+        self.owned, self.handed = [], {}
+        self.expected = self.count_contributions(graph)
+        for index in sorted(graph, reverse=True):
+            if any(v in self.gradients for v in problem.ops[index].outputs):
+                self.run_backward(graph[index])
+
+    def differentiable(self, op):
+        return bool(op.gradients or op.packs or op.saved)
+
+    def count_contributions(self, graph):
+        """Dry run: how many gradients arrive at each value."""
+        arrived = {self.problem.loss: 1}
+        for index in sorted(graph, reverse=True):
+            op = self.problem.ops[index]
+            if self.differentiable(op) and any(v in arrived for v in op.outputs):
+                for g in op.gradients:
+                    if g.source >= 0 or op.outputs[~g.source] in arrived:
+                        arrived[g.value] = arrived.get(g.value, 0) + 1
+        return arrived
+
+    def run_backward(self, node):
+        problem, op = self.problem, self.problem.ops[node.index]
+        if not self.differentiable(op):
+            for v in op.outputs:
+                self.gradients.pop(v, None)
+            return
+        self.meter.note()
+        unpacked = None
+        if node.saved is not None:
+            unpacked = node.hook.unpack(self, node.saved[0]) if node.hook else node.saved[0]
+        own = [Buffer(self.meter, nbytes) for nbytes in op.gradient_bytes]
+        self.meter.note(op.backward_workspace_bytes)
+        incoming = {k: self.gradients.pop(v, None) for k, v in enumerate(op.outputs)}
+        out = []
+        for g in op.gradients:
+            if g.source >= 0:
+                out.append((g.value, own[g.source], g.dense))
+            elif incoming[~g.source] is not None:
+                out.append((g.value, incoming[~g.source][0], g.dense))
+        del unpacked, own, incoming
+        node.saved = node.hook = None
+        touched = []
+        while out:
+            value, buffer, dense = out.pop(0)
+            touched.append(value)
+            self.expected[value] -= 1
+            held = self.gradients.pop(value, None)
+            if not (problem.values[value].leaf or self.has_node(value)):
+                pass
+            elif held is None:
+                self.gradients[value] = (buffer, dense)
+            elif held[1] and not self.shared(held[0], out, [buffer]):
+                self.gradients[value] = held
+            else:
+                total = Buffer(self.meter, problem.values[value].gradient_bytes)
+                self.gradients[value] = (total, True)
+                del total
+            del buffer, held
+        for value in dict.fromkeys(touched):
+            if problem.values[value].leaf and not self.expected[value]:
+                self.accumulate(value)
+
+    def has_node(self, value):
+        return any(value in op.outputs and self.differentiable(op) for op in self.problem.ops)
+
+    def shared(self, buffer, pending, more):
+        others = [b for b, _ in self.gradients.values()] + [b for _, b, _ in pending] + more
+        return any(other is buffer for other in others)
+
+    def accumulate(self, value):
+        buffer, dense = self.gradients.pop(value)
+        if not self.fresh:
+            return
+        if dense and not self.shared(buffer, [], []):
+            self.owned.append(buffer)
+        else:
+            self.owned.append(Buffer(self.meter, self.problem.values[value].gradient_bytes))
+
+
+def detached(tensor):
+    copy = Tensor(tensor.buffer, None)
+    copy.storage_id = tensor.storage_id
+    return copy
+
+
+def check(problem, plan):
+    """Run the step in both modes; return (resident peak, fresh peak, cost, recomputed ops)."""
+    resident = Runtime(problem, fresh=False).step(plan)
+    fresh = Runtime(problem, fresh=True).step(plan)
+    return resident.meter.peak, fresh.meter.peak, resident.recompute_cost, resident.recomputed_ops
