@@ -46,7 +46,8 @@ def demo() -> None:
             for budget in show.BUDGETS:
                 example = make()
                 progress.update(task, description=f"{example.name} in {budget} of its activations")
-                rows.append(show.run(example, budget))
+                row, _ = show.run(example, budget)
+                rows.append(row)
     out.print(show.table(rows))
     failed = [row for row in rows if not row.ok]
     for row in failed:

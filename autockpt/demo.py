@@ -184,8 +184,14 @@ def examples(
     return {"gpt2": gpt2, "resnet": resnet, "unet": unet}
 
 
-def run(example: Example, budget: str) -> Row:
-    """Optimize one model for one budget and look at everything that was promised."""
+def run(example: Example, budget: str) -> tuple[Row, nn.Module]:
+    """Optimize one model for one budget and look at everything that was promised.
+
+    Returns
+    -------
+    row : Row
+    optimized : Module
+    """
     start = time.perf_counter()
     optimized = optimize(
         example.model, example.args, example.kwargs, memory_budget=budget, loss=example.loss
@@ -193,7 +199,7 @@ def run(example: Example, budget: str) -> Row:
     plan_seconds = time.perf_counter() - start
     seen = verify(example.model, optimized, example.args, example.kwargs, loss=example.loss)
     report = optimized.autockpt.report
-    return Row(
+    row = Row(
         model=example.name,
         budget=budget,
         budget_bytes=report.budget_bytes,
@@ -207,6 +213,7 @@ def run(example: Example, budget: str) -> Row:
         plan_seconds=plan_seconds,
         differences=seen.differences,
     )
+    return row, optimized
 
 
 def time_ratio(example: Example, optimized: nn.Module, pairs: int = _PAIRS) -> float:
