@@ -12,6 +12,7 @@ from autockpt.capture.ambient import Ambient
 from autockpt.rewrite.contexts import contexts
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.scopes import Scope, deaths
+from autockpt.rewrite.statistics import written_statistics
 
 INDENT = "    "
 
@@ -166,7 +167,7 @@ class Emitter:
 
     def _overrides(self, node: fx.Node) -> dict[fx.Node, str]:
         """Say which arguments of an op are not rendered as usual."""
-        written = _written_statistics(node) if self._in_region else ()
+        written = written_statistics(node) if self._in_region else ()
         return self._paths(node.all_input_nodes) | {
             buffer: f"statistic({self._renderer.reference(buffer)})" for buffer in written
         }
@@ -190,7 +191,7 @@ class Emitter:
         inside = range(scope.start, scope.stop)
         arguments.append("use_reentrant=False")
         arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
-        if any(_written_statistics(self._ops[i]) for i in inside):
+        if any(written_statistics(self._ops[i]) for i in inside):
             arguments.append("context_fn=once")
         call = f"checkpoint({', '.join(arguments)})"
         if not scope.returns:
@@ -205,7 +206,3 @@ def _takes_from(node: fx.Node, source: fx.Node) -> bool:
         and node.args[0] is source
         and isinstance(node.args[1], int)
     )
-
-
-def _written_statistics(node: fx.Node) -> list[fx.Node]:
-    return [written for written in node.meta.get("writes", ()) if written.op == "get_attr"]

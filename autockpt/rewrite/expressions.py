@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import keyword
 import operator
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autockpt.rewrite.names import RESERVED, unique
+from autockpt.rewrite.names import unique
 
 INFIX: dict[str, str] = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/", "matmul": "@",
@@ -30,11 +31,12 @@ _OPERATORS: dict[Any, str] = {
     operator.neg: "__neg__",
     **{getattr(operator, name): name for name in INFIX if name.startswith("__")},
 }
-REFLECTED: dict[str, str] = {"__rsub__": "-", "__rdiv__": "/", "__rpow__": "**"}
 PREFIX: dict[str, str] = {"neg": "-", "__neg__": "-", "__invert__": "~"}
 _MISSING = object()
 _PLAIN = (bool, int, float, str, type(None))
-_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ParameterList)
+# One step of a target: an attribute, or an item of a container in an attribute.
+_STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[(?P<key>-?\d+|'[^']*')\]")
 _LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis), complex)
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -72,9 +74,6 @@ class Renderer:
         }
         if node.op == "call_method":
             return _method(str(node.target), args, keywords)
-        method = _method_name(node.target)
-        if method is not None and args:
-            return _method(method, args, keywords)
         if node.target in _OPERATORS and not keywords:
             return _method(_OPERATORS[node.target], args, keywords)
         if node.target is getattr and len(args) == 2:
@@ -109,17 +108,13 @@ class Renderer:
         "getattr(self.h, '0').weight"
         """
         text, owner = "self", self._root
-        for part in target.split("."):
-            if isinstance(owner, nn.Sequential | nn.ModuleList | nn.ParameterList) and (
-                part.isdigit()
-            ):
-                text = f"{text}[{part}]"
-            elif isinstance(owner, nn.ModuleDict | nn.ParameterDict) and part in owner:
-                text = f"{text}[{part!r}]"
-            elif part.isidentifier() and part not in RESERVED - set(dir(object)):
-                text = f"{text}.{part}"
-            else:
-                text = f"getattr({text}, {part!r})"
+        for match in _STEP.finditer(target):
+            if match["key"] is not None:
+                # An item of a container in a plain attribute.
+                text, owner = f"{text}[{match['key']}]", None
+                continue
+            part = match["name"]
+            text = _access(text, owner, part)
             owner = getattr(owner, part, None)
         return text
 
@@ -180,6 +175,17 @@ class Renderer:
         return self.bind(value, f"constant_{type(value).__name__}")
 
 
+def _access(text: str, owner: Any, part: str) -> str:
+    """Render the access to one attribute of a live module."""
+    if isinstance(owner, _LISTS) and part.isdigit():
+        return f"{text}[{part}]"
+    if isinstance(owner, nn.ModuleDict | nn.ParameterDict) and part in owner:
+        return f"{text}[{part!r}]"
+    if part.isidentifier() and part not in keyword.kwlist:
+        return f"{text}.{part}"
+    return f"getattr({text}, {part!r})"
+
+
 def _is_default(function: Any, name: str, value: Any) -> bool:
     """Tell whether an argument says what the function assumes anyway."""
     if isinstance(value, fx.Node) or not isinstance(function, types.FunctionType):
@@ -206,16 +212,9 @@ def _method(name: str, args: list[str], keywords: dict[str, str]) -> str:
         return f"{receiver}[{_index(rest[0])}]"
     if name == "__setitem__" and len(rest) == 2:
         return f"{receiver}[{_index(rest[0])}] = {rest[1]}"
-    if name.startswith("get ") and not rest:
-        return f"{receiver}.{name[4:]}"
-    if name.startswith("set ") and len(rest) == 1:
-        return f"{receiver}.{name[4:]} = {rest[0]}"
     if name in INFIX and len(rest) == 1 and not keywords:
         left = f"({receiver})" if receiver.startswith("-") else receiver
         return f"{left} {INFIX[name]} {rest[0]}"
-    # A number leaves the operation to the tensor; anything else might not.
-    if name in REFLECTED and len(rest) == 1 and re.fullmatch(r"[\d.e]+", rest[0]):
-        return f"{rest[0]} {REFLECTED[name]} {receiver}"
     if name in PREFIX and not rest and not keywords:
         return f"{PREFIX[name]}{receiver}"
     return f"{receiver}.{name}({_arguments(rest, keywords)})"
@@ -242,24 +241,6 @@ def _colons(match: re.Match[str]) -> str:
 
 def _arguments(args: list[str], keywords: Mapping[str, str]) -> str:
     return ", ".join([*args, *(f"{key}={text}" for key, text in keywords.items())])
-
-
-def _method_name(function: Any) -> str | None:
-    """Name a method of tensors as it is called on one; ``get x`` and ``set x`` for properties."""
-    if isinstance(function, types.MethodWrapperType):
-        owner = function.__self__
-        kind = {"__get__": "get", "__set__": "set"}.get(function.__name__)
-        if kind is None or not isinstance(owner, types.GetSetDescriptorType | property):
-            return None
-        name = getattr(owner, "fget", owner).__name__
-        return f"{kind} {name}"
-    name = getattr(function, "__name__", None)
-    if name is None:
-        return None
-    if isinstance(function, _METHODS):
-        return str(name) if getattr(torch.Tensor, name, None) == function else None
-    candidates = (name, f"__{name}__")
-    return next((n for n in candidates if torch.Tensor.__dict__.get(n) is function), None)
 
 
 @functools.cache

@@ -1,0 +1,158 @@
+"""The calls that users make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autockpt.capture.clone import clone_module
+from autockpt.errors import CaptureError
+from autockpt.lower import lower
+from autockpt.pipeline import record_step
+from autockpt.profiler import profile
+from autockpt.profiler.cost import CostChoice
+from autockpt.runtime.bypass import originals
+from autockpt.runtime.handle import Handle
+from autockpt.runtime.swap import adopt, release
+from autockpt.settings import Emit, Loss, Settings, budget_for
+from solvers.dispatch import Solver, least_peak
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def optimize(
+    model: ModuleT,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory_budget: SupportsIndex | str,
+    loss: Loss | None = None,
+    solver: str | Solver = "auto",
+    cost: CostChoice = "time",
+    emit: Emit = "auto",
+    reserve: int = 0,
+    solve_seconds: float | None = None,
+) -> ModuleT:
+    """Give the same model back, training to the same bits inside a number of bytes.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Untouched. The result shares its parameters and buffers.
+    args, kwargs : sequence, mapping
+        One batch: the step is planned now. Without any, at the first training forward.
+    memory_budget : int or str
+        What the peak of a training step must not exceed: bytes, ``"6GiB"``, or ``"50%"``, the
+        fixed bytes and that share of the plain step's activations.
+    loss : callable, optional
+        ``loss(outputs) -> scalar``, counted with the model. None: the output's ``.loss``, else
+        a scalar output, else the sum of all differentiable floating outputs.
+    solver : str or callable
+        A name in ``solvers.SOLVERS``, or ``(problem, budget_bytes) -> Plan``.
+    cost : {"time", "roofline"} or callable
+        What running an op again is said to cost: measured ns, ns from FLOPs and bytes, or a
+        function of an ``OpWork``.
+    emit : {"auto", "graph"}
+        How the forward is written: as a graph of torch calls.
+    reserve : int
+        Bytes to leave free inside the budget, for what lies outside the model and its loss.
+    solve_seconds : float, optional
+        Time limit for the solver.
+
+    Returns
+    -------
+    nn.Module
+        Of the same class. Everything of ours is at ``.autockpt``: ``plan``, ``report``,
+        ``code``.
+
+    Raises
+    ------
+    TypeError, BudgetError, ValueError
+        Arguments that are wrong for every model, before any work is done.
+    CaptureError
+        The forward cannot be captured, or fails on this batch.
+    InfeasibleError
+        No plan fits; says how many bytes would do.
+
+    Notes
+    -----
+    Gradients, outputs, buffers and random state are those of the plain model, bit for bit.
+    Planning runs the forward without grad a few times (seven for a first plan), and leaves no
+    trace.
+
+    Examples
+    --------
+    >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    >>> model = optimize(
+    ...     nn.Sequential(*layers), (torch.ones(4096, 64),), memory_budget="60%", cost="roofline"
+    ... )
+    >>> len(model.autockpt.plan.regions) > 0
+    True
+    >>> model(torch.ones(4096, 64)).sum().backward()
+    """
+    settings = Settings(
+        memory_budget=memory_budget,
+        loss=loss,
+        solver=solver,
+        cost=cost,
+        emit=emit,
+        reserve=reserve,
+        solve_seconds=solve_seconds,
+    )
+    settings.check()
+    _check_model(model)
+    handle = Handle(settings)
+    optimized = adopt(release(clone_module(model)), handle)
+    batch = (tuple(args), dict(kwargs or {}))
+    if not _anything_trains(model, batch):
+        handle.note("No parameter and no input requires grad: there is nothing to plan.")
+    elif any(batch):
+        handle.prepare(optimized, *batch)
+    return optimized
+
+
+def minimum_budget(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    reserve: int = 0,
+) -> int:
+    """Give the least ``memory_budget``, in bytes, for which ``optimize`` finds a plan.
+
+    Parameters
+    ----------
+    model, args, kwargs, loss, reserve
+        As for ``optimize``.
+
+    Returns
+    -------
+    int
+        Bytes, fixed bytes, margin and reserve included.
+    """
+    _check_model(model)
+    clone = release(clone_module(model))
+    with originals():
+        capture = record_step(clone, tuple(args), dict(kwargs or {}), loss)
+        profiled = profile(capture, clone, tuple(args), dict(kwargs or {}), cost="roofline")
+    problem = lower(capture, profiled)
+    return budget_for(least_peak(problem).peak_bytes, problem.fixed_bytes, reserve)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if isinstance(model, wrappers):
+        name = type(model).__name__
+        raise CaptureError(f"The model is wrapped in {name}. Optimize first: {name}(optimize(m)).")
+
+
+def _anything_trains(model: nn.Module, batch: Any) -> bool:
+    leaves = (*model.parameters(), *pytree.tree_leaves(batch))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

@@ -1,0 +1,223 @@
+"""One step, from the call to the program: capture, check, profile, lower, solve, rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autockpt.capture import Capture, record
+from autockpt.capture.check import check
+from autockpt.errors import CaptureError, InfeasibleError
+from autockpt.lower import lower
+from autockpt.profiler import profile
+from autockpt.report import Report, make_report
+from autockpt.rewrite import Program, rewrite
+from autockpt.runtime.bypass import originals
+from autockpt.settings import Loss, Settings, budget_for, margin_bytes
+from autockpt.units import Budget, format_bytes, parse_budget
+from solvers.dispatch import solve
+from solvers.plan import Plan
+from solvers.prediction import Prediction
+from solvers.problem import Problem
+from solvers.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What earlier steps of the same module leave to a new one.
+
+    Attributes
+    ----------
+    plans : tuple of Plan
+        One of them is carried over if it was made for the same stream of calls and fits.
+    budget : Budget or None
+        What the budget came to. A share is one of the first step's activations.
+    checked : frozenset of str
+        Signatures of captures that were found equal to the model's forward.
+    """
+
+    plans: tuple[Plan, ...] = ()
+    budget: Budget | None = None
+    checked: frozenset[str] = field(default=frozenset())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A planned step: what all stages made of it."""
+
+    capture: Capture
+    problem: Problem
+    budget: Budget
+    plan: Plan
+    program: Program
+    report: Report
+
+
+def plan_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    known: Known,
+) -> Step:
+    """Record a step of the model and plan it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its plain forward is run; it is left as it was.
+    args, kwargs
+        The batch.
+    settings : Settings
+    known : Known
+
+    Raises
+    ------
+    CaptureError, ProfileError, BudgetError, InfeasibleError
+
+    Notes
+    -----
+    A stream of calls that is known costs one forward to record and one to profile, both
+    without grad.
+    """
+    with originals():
+        capture = record_step(model, args, kwargs, settings.loss)
+        if capture.signature not in known.checked:
+            check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
+        profiled = profile(capture, model, args, kwargs, cost=settings.cost)
+    problem = lower(capture, profiled)
+    plain = simulate(problem, Plan())
+    budget = known.budget or resolve_budget(settings, problem, plain)
+    plan = choose_plan(settings, problem, budget, plain, known.plans)
+    program = rewrite(capture, plan, root=model, random=random_ops(problem))
+    report = make_report(
+        problem,
+        plan,
+        simulate(problem, plan),
+        plain,
+        budget=budget,
+        cost=settings.cost if isinstance(settings.cost, str) else "own",
+        notes=capture.notes,
+    )
+    return Step(
+        capture=capture, problem=problem, budget=budget, plan=plan, program=program, report=report
+    )
+
+
+class ForwardError(CaptureError):
+    """The model's own forward, or the loss, failed; its error is the cause."""
+
+
+def record_step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
+) -> Capture:
+    """Record, and tell the model's own errors from ours."""
+    try:
+        return record(model, args, kwargs, loss)[0]
+    except CaptureError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may raise anything
+        raise ForwardError(
+            f"{type(model).__name__}'s forward, or the loss, failed on this batch: "
+            f"{type(error).__name__}: {error}.{_devices(model, args, kwargs)} Call "
+            f"model(*args, **kwargs) to see it without autockpt."
+        ) from error
+
+
+def _devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    own = {str(parameter.device) for parameter in model.parameters()}
+    given = {
+        str(leaf.device)
+        for leaf in pytree.tree_leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor)
+    }
+    if not own or not given - own:
+        return ""
+    return (
+        f" The model is on {', '.join(sorted(own))}, the batch has tensors on "
+        f"{', '.join(sorted(given - own))}: move them with .to(...)."
+    )
+
+
+def resolve_budget(settings: Settings, problem: Problem, plain: Prediction) -> Budget:
+    """Turn the budget that was asked for into bytes."""
+    parts = {
+        "parameters": problem.parameter_bytes,
+        "buffers": problem.buffer_bytes,
+        "gradients": problem.gradient_bytes,
+        "batch": problem.batch_bytes,
+    }
+    return parse_budget(
+        settings.memory_budget, problem.fixed_bytes, plain.activation_peak_bytes, parts=parts
+    )
+
+
+def choose_plan(
+    settings: Settings,
+    problem: Problem,
+    budget: Budget,
+    plain: Prediction,
+    known: Sequence[Plan] = (),
+) -> Plan:
+    """Choose a plan for a budget: the plain step, a known plan, or a new one.
+
+    Raises
+    ------
+    InfeasibleError
+        Its message says how many bytes would do.
+    """
+    if plain.peak_bytes <= budget.peak_bytes - settings.reserve:
+        return _priced(Plan(solver="none", status="optimal"), problem, budget.peak_bytes)
+    # The plain step keeps no margin, as there is no plan that would need less.
+    target = budget.peak_bytes - settings.reserve
+    target -= margin_bytes(budget.peak_bytes, problem.fixed_bytes)
+    for plan in known:
+        if plan.signature == problem.signature and simulate(problem, plan).peak_bytes <= target:
+            return _priced(plan, problem, target)
+    try:
+        return solve(problem, target, settings.solver, seconds=settings.solve_seconds)
+    except InfeasibleError as error:
+        raise _with_margin(error, settings, problem, budget) from error
+
+
+def _priced(plan: Plan, problem: Problem, budget_bytes: int) -> Plan:
+    prediction = simulate(problem, plan)
+    return replace(
+        plan,
+        budget_bytes=budget_bytes,
+        peak_bytes=prediction.peak_bytes,
+        recompute_cost=prediction.recompute_cost,
+        signature=problem.signature,
+    )
+
+
+def random_ops(problem: Problem) -> frozenset[int]:
+    """Give the indices of the ops that draw random numbers."""
+    return frozenset(index for index, op in enumerate(problem.ops) if op.random)
+
+
+def _with_margin(
+    error: InfeasibleError, settings: Settings, problem: Problem, budget: Budget
+) -> InfeasibleError:
+    """Say the same of the budget that the user gave: margin and reserve come on top."""
+    if error.minimum_bytes is None:
+        return error
+    least = budget_for(error.minimum_bytes, problem.fixed_bytes, settings.reserve)
+    where = f", at {error.op}" if error.op else ""
+    reserve = f" and {format_bytes(settings.reserve)} of reserve" if settings.reserve else ""
+    margin = least - settings.reserve - error.minimum_bytes
+    return type(error)(
+        f"No plan fits {budget}: the least peak found is "
+        f"{format_bytes(error.minimum_bytes, round_up=True)}{where}. Raise memory_budget to "
+        f"{format_bytes(least, round_up=True)} ({least} bytes: {format_bytes(margin)} of "
+        f"margin{reserve} included) or shrink the batch.",
+        budget_bytes=budget.peak_bytes,
+        minimum_bytes=least,
+        bound_bytes=error.bound_bytes,
+        op=error.op,
+    )

@@ -1,0 +1,1 @@
+"""What the caller gets back: a module of the same class whose training forward is planned."""

@@ -1,0 +1,95 @@
+"""One planned step that can be called: a capture, its plan, its program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt.capture.guards import GuardMiss
+from autockpt.lower import op_nodes
+from autockpt.pipeline import Step
+from autockpt.rewrite import is_guard
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A planned step, and how it is called.
+
+    Attributes
+    ----------
+    step : Step
+    """
+
+    step: Step
+
+    def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the emitted forward.
+
+        Raises
+        ------
+        GuardMiss
+            The recorded branch is not the one to take. Random state and buffers are as they
+            were before the call.
+        """
+        tensors = self.step.capture.inputs.tensors(args, kwargs)
+        before = _Before.of(self.step, module, tensors) if self.step.program.has_guards else None
+        try:
+            outputs = self.step.program.forward(module, *tensors)
+        except GuardMiss as miss:
+            if before is not None:
+                before.restore()
+            # The traceback holds the frames, and they all tensors of the aborted forward.
+            raise miss.with_traceback(None) from None
+        return self.step.capture.outputs.build(outputs)
+
+    def stream(self) -> tuple[str, ...]:
+        """Which calls were made, whatever their arguments."""
+        return tuple(str(node.target) for node in op_nodes(self.step.capture.graph))
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a forward may have changed before its last guard."""
+
+    tensors: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    random: torch.Tensor
+    device_random: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, step: Step, module: nn.Module, inputs: Sequence[torch.Tensor]
+    ) -> _Before:
+        written = [*module.buffers(), *inputs] if writes_before_guard(step) else []
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        return cls(
+            tensors=tuple((tensor, tensor.detach().clone()) for tensor in written),
+            random=torch.get_rng_state(),
+            device_random={device: torch.cuda.get_rng_state(device) for device in devices},
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.random)
+        for device, state in self.device_random.items():
+            torch.cuda.set_rng_state(state, device)
+        with torch.no_grad():
+            for tensor, value in self.tensors:
+                if tensor.is_leaf or not tensor.requires_grad:
+                    tensor.detach().copy_(value)
+
+
+def writes_before_guard(step: Step) -> bool:
+    """Tell whether an op before the last guard writes what was there before the step."""
+    nodes = op_nodes(step.capture.graph)
+    last = max((i for i, node in enumerate(nodes) if is_guard(node)), default=-1)
+    problem = step.problem
+    for index, node in enumerate(nodes[: last + 1]):
+        if not node.meta.get("writes"):
+            continue
+        storages = (problem.values[value].storage for value in problem.ops[index].inputs)
+        if any(problem.storages[storage].producer is None for storage in storages):
+            return True
+    return False

@@ -1,0 +1,193 @@
+"""The one attribute of an optimized module: its plan, its programs, its settings."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autockpt.capture.guards import GuardMiss
+from autockpt.errors import CaptureError
+from autockpt.pipeline import ForwardError, Known, plan_step
+from autockpt.report import Report
+from autockpt.runtime.bypass import originals
+from autockpt.runtime.entry import Entry
+from autockpt.settings import Settings
+from autockpt.units import Budget
+from solvers.plan import Plan
+from solvers.problem import Problem
+
+MAX_ENTRIES = 16
+MAX_IDLE_MISSES = 3
+
+
+class Handle:
+    """What ``model.autockpt`` is.
+
+    Attributes
+    ----------
+    settings : Settings
+        The arguments of ``optimize``.
+    plan : Plan or None
+        The plan of the last step that was planned; None before the first one.
+    report : Report
+        What it does.
+    code : str
+        The emitted forward as Python; empty before the first training forward.
+    problem : Problem or None
+        The graph problem that the plan solves.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        plan: Plan | None = None,
+        report: Report | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self.settings = settings
+        self._plan = plan
+        self._report = report or Report(notes=("Plans at the first training forward.",))
+        self._budget = budget
+        # The entry used last comes first. Replaced, never changed: readers take no lock.
+        self._entries: tuple[Entry, ...] = ()
+        self._idle_misses = 0
+        self._lock = threading.RLock()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last step that was planned."""
+        return self._plan
+
+    @property
+    def report(self) -> Report:
+        """What the plan does, for people."""
+        return self._report
+
+    @property
+    def code(self) -> str:
+        """The emitted forward as Python."""
+        return self._entries[0].step.program.code if self._entries else ""
+
+    @property
+    def problem(self) -> Problem | None:
+        """The graph problem that the plan solves."""
+        return self._entries[0].step.problem if self._entries else None
+
+    def __repr__(self) -> str:
+        return f"<autockpt.Handle: {len(self._entries)} planned steps>"
+
+    def note(self, text: str) -> None:
+        """Say something in the report."""
+        self._report = replace(self._report, notes=(text,))
+
+    def fresh(self) -> Handle:
+        """Give a handle for a copy of the module: same settings and plan, nothing recorded."""
+        return Handle(self.settings, plan=self._plan, report=self._report, budget=self._budget)
+
+    def __copy__(self) -> Handle:
+        return self.fresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return self.fresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.settings, self._plan, self._report, self._budget)
+
+    def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training forward of ``module``, planned.
+
+        Raises
+        ------
+        CaptureError, InfeasibleError
+            If the call is new and cannot be planned.
+        """
+        fitting = [e for e in self._entries if e.step.capture.key.matches(module, args, kwargs)]
+        if not fitting and not _anything_to_train(module, args, kwargs):
+            with originals():
+                return module(*args, **kwargs)
+        missed: GuardMiss | None = None
+        for entry in fitting:
+            try:
+                output = entry.run(module, args, kwargs)
+            except GuardMiss as miss:
+                missed = miss
+            else:
+                self._used(entry)
+                return output
+        return self._run_anew(module, args, kwargs, fitting, missed)
+
+    def prepare(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
+        """Record and plan a step, and keep it."""
+        with self._lock:
+            known = Known(
+                plans=tuple(e.step.plan for e in self._entries) + ((self._plan,) if self._plan else ()),
+                budget=self._budget,
+                checked=frozenset(e.step.capture.signature for e in self._entries),
+            )
+            entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
+            self._entries = (entry, *self._entries)[:MAX_ENTRIES]
+            self._plan, self._report = entry.step.plan, entry.step.report
+            self._budget = entry.step.budget
+        return entry
+
+    def _run_anew(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fitting: Sequence[Entry],
+        missed: GuardMiss | None,
+    ) -> Any:
+        seen = {entry.stream() for entry in fitting}
+        while True:
+            try:
+                entry = self.prepare(module, args, kwargs)
+            except ForwardError as error:
+                # In training, the model's own error is what its callers know.
+                raise (error.__cause__ or error) from None
+            self._count_miss(missed, changed=entry.stream() not in seen)
+            seen.add(entry.stream())
+            try:
+                return entry.run(module, args, kwargs)
+            except GuardMiss as miss:
+                missed = miss
+
+    def _count_miss(self, missed: GuardMiss | None, *, changed: bool) -> None:
+        self._idle_misses = 0 if missed is None or changed else self._idle_misses + 1
+        if self._idle_misses >= MAX_IDLE_MISSES:
+            self._idle_misses = 0
+            raise CaptureError(
+                f"The forward depends on a value that differs in every call: {missed}. It was "
+                f"recorded {MAX_IDLE_MISSES} times in a row, each time with the same calls. "
+                f"Keep that value in a tensor (no .item(), .tolist(), bool(...) of it), or "
+                f"leave the part that asks for it out of the module that is optimized."
+            ) from missed
+
+    def _used(self, entry: Entry) -> None:
+        self._idle_misses = 0
+        if self._entries and self._entries[0] is not entry:
+            with self._lock:
+                others = tuple(e for e in self._entries if e is not entry)
+                self._entries = (entry, *others)[:MAX_ENTRIES]
+
+
+def _unpickle(
+    settings: Settings, plan: Plan | None, report: Report | None, budget: Budget | None
+) -> Handle:
+    return Handle(settings, plan=plan, report=report, budget=budget)
+
+
+def _anything_to_train(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return True
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

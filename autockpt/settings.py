@@ -1,0 +1,132 @@
+"""What the user asked for: the arguments of ``optimize``, checked before any work is done."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, SupportsIndex
+
+import torch
+
+from autockpt.errors import BudgetError, CaptureError
+from autockpt.profiler.cost import CostChoice, cost_model
+from autockpt.units import check_budget_syntax
+from solvers.dispatch import SOLVERS, Solver
+
+Loss = Callable[[Any], torch.Tensor]
+Emit = Literal["auto", "graph", "modules"]
+
+# Bytes that solvers plan below the budget: the memory model's own error. The floor covers
+# allocations that no model of the graph sees (autograd's bookkeeping, random states); the
+# share, what an allocator adds to many storages.
+MARGIN_FLOOR_BYTES = 64 * 2**10
+MARGIN_SHARE = 200  # one part in 200: 0.5 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of ``optimize`` besides the model and the batch."""
+
+    memory_budget: SupportsIndex | str
+    loss: Loss | None = None
+    solver: str | Solver = "auto"
+    cost: CostChoice = "time"
+    emit: Emit = "auto"
+    reserve: int = 0
+    solve_seconds: float | None = None
+
+    def check(self) -> None:
+        """Refuse what is wrong for every model.
+
+        Raises
+        ------
+        BudgetError, TypeError, ValueError, CaptureError
+        """
+        check_budget_syntax(self.memory_budget)
+        if not callable(self.solver) and self.solver not in ("auto", *SOLVERS):
+            raise ValueError(
+                f"solver={self.solver!r} is none of {', '.join(SOLVERS)}; a callable "
+                f"(problem, budget_bytes) -> Plan is a solver too."
+            )
+        cost_model(self.cost)
+        if isinstance(self.reserve, bool) or not isinstance(self.reserve, int):
+            raise TypeError(f"reserve={self.reserve!r} is not an int: write bytes.")
+        if self.reserve < 0:
+            raise BudgetError(f"reserve={self.reserve} is negative: it is taken off the budget.")
+        if self.solve_seconds is not None and not self.solve_seconds > 0:
+            raise ValueError(f"solve_seconds={self.solve_seconds!r} is not above zero.")
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(
+                f"loss={self.loss!r} cannot be called: pass a function from the model's output "
+                f"to a scalar."
+            )
+        if self.emit == "modules":
+            raise CaptureError(
+                'emit="modules" does not exist yet: regions are runs of torch calls, '
+                'emit="graph".'
+            )
+        if self.emit not in ("auto", "graph"):
+            raise ValueError(f'emit={self.emit!r} is neither "auto" nor "graph".')
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle; callables that cannot be pickled become ones that say so when called."""
+        fields = {name: _portable(name, getattr(self, name)) for name in self.__slots__}
+        return _settings, (fields,)
+
+
+def _settings(fields: dict[str, Any]) -> Settings:
+    return Settings(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Stands for a callable that could not be pickled with its model.
+
+    Saving and loading the model works as it always did; planning again does not.
+    """
+
+    argument: str
+    name: str
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"The model was planned with {self.argument}={self.name}, which could not be pickled "
+            f"with it. Call autockpt.optimize(model, ..., {self.argument}=...) again."
+        )
+
+
+def _portable(argument: str, value: Any) -> Any:
+    if not callable(value):
+        return value
+    try:
+        pickle.Pickler(io.BytesIO()).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return Lost(argument, getattr(value, "__qualname__", repr(value)))
+    return value
+
+
+def margin_bytes(budget_bytes: int, fixed_bytes: int) -> int:
+    """Give the bytes that solvers stay below a budget: 0.5 % of its activations, 64 KiB at least.
+
+    Examples
+    --------
+    >>> margin_bytes(2**20, 0), margin_bytes(2**30, 0)
+    (65536, 5368709)
+    """
+    return max(MARGIN_FLOOR_BYTES, -(-(budget_bytes - fixed_bytes) // MARGIN_SHARE))
+
+
+def budget_for(peak_bytes: int, fixed_bytes: int, reserve: int) -> int:
+    """Give the least budget that leaves room for a peak after margin and reserve.
+
+    Examples
+    --------
+    >>> budget = budget_for(10**8, 10**6, 0)
+    >>> budget - margin_bytes(budget, 10**6) >= 10**8
+    True
+    """
+    activations = peak_bytes + reserve - fixed_bytes
+    share = -(-activations * MARGIN_SHARE // (MARGIN_SHARE - 1)) + 1
+    return fixed_bytes + max(activations + MARGIN_FLOOR_BYTES, share)
