@@ -7,13 +7,20 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from autockpt.capture.guards import expect
+from autockpt.capture.paths import read_path
 
 
-def finish(graph: fx.Graph, outputs: tuple[Any, ...]) -> tuple[fx.Graph, str]:
+def finish(
+    graph: fx.Graph, outputs: tuple[Any, ...], model: torch.nn.Module
+) -> tuple[fx.Graph, str]:
     """Drop what nobody reads of multi-output calls, close the graph, and sign it.
+
+    Counters (``num_batches_tracked.add_(1)``) go to the end of the model's stage, where they
+    do not stand between the ops of a region.
 
     Parameters
     ----------
@@ -21,6 +28,8 @@ def finish(graph: fx.Graph, outputs: tuple[Any, ...]) -> tuple[fx.Graph, str]:
         As recorded; changed in place.
     outputs : tuple
         Argument of the output node.
+    model : torch.nn.Module
+        Where ``get_attr`` nodes read.
 
     Returns
     -------
@@ -33,8 +42,47 @@ def finish(graph: fx.Graph, outputs: tuple[Any, ...]) -> tuple[fx.Graph, str]:
         unread = not node.users
         if unread and (node.op == "get_attr" or node.target is operator.getitem and _picks(node)):
             graph.erase_node(node)
+    _move_counters(graph, model)
     graph.lint()
     return graph, sign(graph)
+
+
+def _move_counters(graph: fx.Graph, model: torch.nn.Module) -> None:
+    counters: list[fx.Node] = []
+    others: set[int] = set()
+    for node in graph.nodes:
+        reads = [_storage(n, model) for n in node.all_input_nodes if is_read(n)]
+        if _is_counter(node):
+            counters.append(node)
+        else:
+            others.update(reads)
+    end = next(n for n in graph.nodes if n.op == "output" or n.meta["stage"] == "loss")
+    for node in counters:
+        sources = node.all_input_nodes
+        if not others.intersection(_storage(n, model) for n in sources):
+            for moved in (*sources, node):
+                end.prepend(moved)
+
+
+def _is_counter(node: fx.Node) -> bool:
+    """A call that writes tensors of the module, reads nothing else, and is read by nobody."""
+    sources = node.all_input_nodes
+    return (
+        node.op in ("call_function", "call_method")
+        and bool(node.meta["writes"])
+        and not node.users
+        and node.meta["stage"] == "model"
+        and all(n.op == "get_attr" and len(n.users) == 1 for n in sources)
+    )
+
+
+def is_read(node: fx.Node) -> bool:
+    """Whether a node reads the live module (a tensor that the loss holds is not read again)."""
+    return node.op == "get_attr" and node.meta["kind"] != "closure"
+
+
+def _storage(node: fx.Node, model: torch.nn.Module) -> int:
+    return int(read_path(model, str(node.target)).untyped_storage()._cdata)
 
 
 def _picks(node: fx.Node) -> bool:

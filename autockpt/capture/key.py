@@ -1,9 +1,298 @@
-"""stub"""
+"""When a capture is still valid: a key that is compared at every call."""
+
 from __future__ import annotations
+
+import functools
+import struct
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
+
+import torch
+from torch.nn.modules import module as _module_globals
+
+from autockpt.capture.ambient import Ambient
+from autockpt.capture.paths import fields_of, is_atom
+from autockpt.capture.tree import Binding
+
+# `autockpt` is our own attribute on a root; it says nothing about the forward.
+_OURS = frozenset({"autockpt"})
+_TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
 class Key:
+    """What a recorded forward depends on besides the values of tensors.
+
+    Class, ``training``, plain attributes, hook tables and children of every module, global
+    hooks, layout and sharing of parameters and buffers, arguments (tensors by layout and
+    sharing, everything else by value), and the ambient modes. Config objects and other
+    objects in attributes count one level deep; closures and globals do not count.
+
+    Notes
+    -----
+    `matches` first compares object identities, which is what an unchanged model comes down
+    to, and only where one differs compares values. So a deep copy, or parameters that were
+    replaced by ones of the same layout, still match.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._call = _describe_call(Binding.of(model.forward), model, args, kwargs)
+        self._types = _device_types(model, args, kwargs)
+        self._ambient = Ambient.current(self._types)
+        self._modes = _modes()
+        self._binding = Binding.of(model.forward)
+        self._model = _describe_model(model)
+        self._tensors = _describe_tensors(model)
+        self._fast = _Snapshot(model)
+
     @classmethod
-    def take(cls, model: Any, args: Any, kwargs: Any) -> Key:
-        return cls()
-    def matches(self, model: Any, args: Any, kwargs: Any) -> bool:
+    def take(
+        cls, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Key:
+        """Describe a model and a call now."""
+        return cls(model, args, kwargs or {})
+
+    def matches(
+        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Whether the capture holds for this call of `model`.
+
+        Returns
+        -------
+        bool
+            False at the first difference.
+        """
+        if self._ambient != Ambient.current(self._types) or self._modes != _modes():
+            return False
+        if self._call != _describe_call(self._binding, model, args, kwargs or {}):
+            return False
+        if self._fast.holds(model):
+            return True
+        if self._tensors != _describe_tensors(model) or self._model != _describe_model(model):
+            return False
+        self._fast = _Snapshot(model)
         return True
+
+
+class _Snapshot:
+    """Identities of everything in the namespaces of a model, compared at C speed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._root = model
+        self._classes: list[tuple[torch.nn.Module, type]] = []
+        self._namespaces: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
+        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self._empty: list[Any] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            self._classes.append((module, type(module)))
+            self._add(vars(module), seen)
+            for value in vars(module).values():
+                self._nested(value, seen)
+        for name in _GLOBAL_HOOKS:
+            self._add(getattr(_module_globals, name), seen)
+        tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
+        self._layouts = [(tensor, _layout(tensor)) for tensor in tensors]
+
+    def _nested(self, value: Any, seen: set[int]) -> None:
+        if isinstance(value, dict):
+            self._add(value, seen)
+        elif isinstance(value, (list, deque)) and id(value) not in seen:
+            seen.add(id(value))
+            self._sequences.append((value, tuple(value)))
+            for item in value:
+                self._nested(item, seen)
+        elif not is_atom(value) and isinstance(space := getattr(value, "__dict__", None), dict):
+            if not isinstance(value, torch.Tensor):
+                self._add(space, seen)
+
+    def _add(self, space: dict[Any, Any], seen: set[int]) -> None:
+        if id(space) in seen:
+            return
+        seen.add(id(space))
+        if not space:
+            self._empty.append(space)
+        else:
+            self._namespaces.append((space, tuple(space.values())))
+
+    def holds(self, model: torch.nn.Module) -> bool:
+        if model is not self._root or any(self._empty):
+            return False
+        for module, cls in self._classes:
+            if module.__class__ is not cls:
+                return False
+        for space, values in self._namespaces:
+            if len(space) != len(values) or not all(map(is_, space.values(), values)):
+                return False
+        for sequence, values in self._sequences:
+            if len(sequence) != len(values) or not all(map(is_, sequence, values)):
+                return False
+        return all(_layout(tensor) == layout for tensor, layout in self._layouts)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strided = tensor.layout is torch.strided
+    return (
+        tensor.shape,
+        tensor.stride() if strided else (),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _describe_tensors(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Layouts of parameters and buffers, and which names are one tensor."""
+    first: dict[int, str] = {}
+    found = []
+    for named in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in named:
+            found.append((name, first.setdefault(id(tensor), name), _layout(tensor)))
+    return tuple(found)
+
+
+def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    freeze = _Freezer(names)
+    found: list[Any] = [freeze.value(getattr(_module_globals, n), 0) for n in _GLOBAL_HOOKS]
+    for name, module in model.named_modules():
+        state = {
+            key: freeze.value(value, 0)
+            for key, value in vars(module).items()
+            if key not in _OURS and key not in _TENSOR_TABLES
+        }
+        found.append((name, type(module), state))
+    return tuple(found)
+
+
+def _describe_call(
+    binding: Binding, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    freeze = _Freezer({})
+    call = {n: freeze.value(v, 0, deep=True) for n, v in binding.bind(args, kwargs).items()}
+    # An argument may be a parameter of the model itself: one tensor by two ways.
+    own = tuple(
+        name
+        for tensor in freeze.tensors
+        if isinstance(tensor, torch.nn.Parameter)
+        for name, parameter in model.named_parameters()
+        if parameter is tensor
+    )
+    return tuple(call.items()), own
+
+
+def _device_types(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    freeze = _Freezer({})
+    freeze.value((tuple(args), dict(kwargs)), 0, deep=True)
+    tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers(), *freeze.tensors)
+    return tuple(sorted({"cpu", *(tensor.device.type for tensor in tensors)}))
+
+
+def _modes() -> tuple[int, ...]:
+    """The function modes of the user that are in force, by identity."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    return tuple(id(m) for m in stack if not isinstance(m, torch.utils._device.DeviceContext))
+
+
+class _Is:
+    """Compares by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Freezer:
+    """Turns values into ones that compare by value, without holding tensors."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._indices: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self.tensors: list[torch.Tensor] = []
+
+    def value(self, value: Any, depth: int, deep: bool = False) -> Any:
+        if isinstance(value, float):
+            return ("float", struct.pack("<d", value))
+        if value is None or isinstance(value, (bool, int, str, bytes, complex, type)):
+            return (type(value), value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.nn.Module):
+            name = self._names.get(id(value))
+            return ("module", name) if name is not None else _Is(value)
+        if depth > 8 or id(value) in self._seen:
+            return type(value)
+        if isinstance(value, (types.MethodType, functools.partial)):
+            return self._callable(value, depth, deep)
+        self._seen.add(id(value))
+        try:
+            return self._compound(value, depth, deep)
+        finally:
+            self._seen.discard(id(value))
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if id(tensor) not in self._indices:
+            self._indices[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return ("tensor", self._indices[id(tensor)], _layout(tensor))
+
+    def _callable(self, value: Any, depth: int, deep: bool) -> Any:
+        if isinstance(value, types.MethodType):
+            return (value.__func__, self.value(value.__self__, depth + 1, deep))
+        parts = (value.args, value.keywords)
+        return (_Is(value.func), self.value(parts, depth + 1, deep))
+
+    def _compound(self, value: Any, depth: int, deep: bool) -> Any:
+        if isinstance(value, dict):
+            items = tuple((k, self.value(v, depth + 1, deep)) for k, v in dict.items(value))
+            return (type(value), items)
+        if isinstance(value, (list, tuple, deque)):
+            return (type(value), tuple(self.value(item, depth + 1, deep) for item in value))
+        if isinstance(value, (set, frozenset)):
+            return (type(value), frozenset(value))
+        if is_atom(value) or not (deep or depth <= 1):
+            return _Comparable(value)
+        state = tuple(self._fields(value, depth, deep))
+        return (type(value), state) if state else _Comparable(value)
+
+    def _fields(self, value: Any, depth: int, deep: bool) -> Iterator[tuple[str, Any]]:
+        for name, item in fields_of(value).items():
+            yield name, self.value(item, max(depth, 1) + 1, deep)
+
+
+class _Comparable(_Is):
+    """Compares by identity, then by the value's own equality if that gives a bool."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Is):
+            return False
+        if other.value is self.value:
+            return True
+        return type(other.value) is type(self.value) and (other.value == self.value) is True
+
+    __hash__ = _Is.__hash__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,16 +11,19 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from autockpt.capture.ambient import Ambient
+from autockpt.capture.bits import identical
 from autockpt.capture.captured import Capture
+from autockpt.capture.clone import refuse_compiled
 from autockpt.capture.finish import finish
 from autockpt.capture.guards import ask
 from autockpt.capture.key import Key
 from autockpt.capture.losses import default_loss
 from autockpt.capture.patches import patched
-from autockpt.capture.restore import untraced
+from autockpt.capture.restore import Trace, untraced
 from autockpt.capture.stream import Stream, leaves
 from autockpt.capture.targets import METADATA, QUESTIONS, REFUSED, Target, resolve
 from autockpt.capture.tree import Template
+from autockpt.errors import CaptureError
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -38,6 +41,10 @@ DYNAMIC = frozenset(
 )
 
 
+# Functions that write statistics which their schema does not declare as written.
+STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """What the recorded forward really returned.
@@ -48,16 +55,24 @@ class Recorded:
         Detached tensors of the model's output, in template order.
     loss : Tensor
         The detached scalar.
+    closures : dict
+        Tensors that the loss itself holds (labels, say), by target of their ``get_attr`` node.
     """
 
     outputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor
+    closures: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Recorder(TorchFunctionMode):
     """A function mode that writes every torch call of this thread into a `Stream`."""
 
-    def __init__(self, stream: Stream, before_write: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        before_write: Callable[[torch.Tensor], None],
+        visit: Callable[[fx.Node, Any], None] | None = None,
+    ) -> None:
         super().__init__()
         self.stream = stream
         self.paused = 0
@@ -66,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.note = stream.note
         self.refuse = stream.refuse
         self._before_write = before_write
+        self._visit = visit
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -118,31 +134,42 @@ class Recorder(TorchFunctionMode):
         if may_write(target.name, kwargs):
             for tensor, _ in used:
                 self._before_write(tensor)
-        versions = [version(tensor) for tensor, _ in used]
+        before = [self._state(tensor, node) for tensor, node in used]
         self.paused += 1
         try:
             result = func(*args, **kwargs)
         finally:
             self.paused -= 1
         written = [
-            (tensor, node)
-            for (tensor, node), before in zip(used, versions, strict=True)
-            if version(tensor) != before
+            node
+            for (tensor, node), (version, copy) in zip(used, before, strict=True)
+            if _version(tensor) != version or (copy is not None and not identical(tensor, copy))
         ]
+        if _writes_statistics(target.name, args, used):
+            written += [node for _, node in used[1:] if node.meta.get("kind") == "buffer"]
         if not used and not leaves(result):
             return result
         node = self._emit(target, graph_args, graph_kwargs)
-        node.meta["writes"] = tuple(dict.fromkeys(node for _, node in written))
+        node.meta["writes"] = tuple(dict.fromkeys(written))
         if opaque:
             node.meta["opaque"] = True
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             node.meta["pinned"] = True
+        node.meta["call"] = True
         self.stream.register(node, result)
+        if self._visit is not None:
+            self._visit(node, result)
         if isinstance(result, _ANSWERS):
             self.stream.guard("value", node, result)
         elif isinstance(result, torch.Tensor) and depends_on_data(target.name, args, kwargs):
             self.stream.guard("shape", node, tuple(result.shape))
         return result
+
+    @staticmethod
+    def _state(tensor: torch.Tensor, node: fx.Node) -> tuple[int, torch.Tensor | None]:
+        # Statistics are written behind the version counter's back, so buffers are compared.
+        buffer = node.meta.get("kind") == "buffer" and not tensor.is_meta
+        return _version(tensor), tensor.detach().clone() if buffer else None
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         if target.op == "get_property":
@@ -152,15 +179,24 @@ class Recorder(TorchFunctionMode):
         return self.stream.emit(target.op, target.target, args, kwargs)
 
 
-def version(tensor: torch.Tensor) -> int:
+def _version(tensor: torch.Tensor) -> int:
     """A tensor's version counter; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _writes_statistics(
+    name: str, args: Sequence[Any], used: Sequence[tuple[torch.Tensor, fx.Node]]
+) -> bool:
+    """Whether a call on meta tensors, where nothing can be compared, writes statistics."""
+    on_meta = any(tensor.is_meta for tensor, _ in used)
+    return on_meta and name in STATISTICS and args[5:6] == (True,)
 
 
 def may_write(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call may write one of its arguments, going by its name."""
     return (
-        name == "__setitem__"
+        name in STATISTICS
+        or name == "__setitem__"
         or kwargs.get("out") is not None
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name.endswith("__"))
@@ -217,27 +253,47 @@ def record(
     Notes
     -----
     Needs the memory of a forward without grad. Leaves no trace: random states, buffers,
-    attributes of modules and arguments written in place are as before.
+    attributes of modules and arguments written in place are as before. One exception: a plain
+    setting that the first forward makes and later ones leave alone (``config.problem_type``
+    in transformers) is made, as the first forward would.
     """
     kwargs = dict(kwargs or {})
+    for name, module in model.named_modules():
+        refuse_compiled(name, module)
+    refuse_modes()
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
-        stream = Stream(model, args, kwargs)
-        ambient = Ambient.current(stream.device_types)
-        key = Key.take(model, args, kwargs)
-        recorder = Recorder(stream, trace.before_write)
-        with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(_drop, _gone):
-            output = model.forward(*args, **kwargs)
-            recorder.paused += 1
-            template, tensors = Template.describe(output)
-            nodes = tuple(map(stream.node_of, tensors))
-            recorder.paused -= 1
-            stream.stage = "loss"
-            scalar = loss(output) if loss is not None else default_loss(output, tensors)
-        del output
-        trace.verify(stream.refuse)
-        final = (nodes, stream.node_of(scalar))
-        graph, signature = finish(stream.graph, final)
-        recorded = Recorded(outputs=tuple(t.detach() for t in tensors), loss=scalar.detach())
+        found = _record(model, args, kwargs, loss, trace)
+        if found is None:
+            # A setting was made that is made once: the second forward finds it made.
+            trace.undo_tensors()
+            trace.settle()
+            found = _record(model, args, kwargs, loss, trace)
+    assert found is not None
+    return found
+
+
+def _record(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    trace: Trace,
+) -> tuple[Capture, Recorded] | None:
+    stream = Stream(model, args, kwargs)
+    ambient = Ambient.current(stream.device_types)
+    key = Key.take(model, args, kwargs)
+    recorder = Recorder(stream, trace.before_write)
+    with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(_drop, _gone):
+        output = model.forward(*args, **kwargs)
+        recorder.paused += 1
+        template, tensors = Template.describe(output)
+        nodes = tuple(map(stream.node_of, tensors))
+        recorder.paused -= 1
+        stream.stage = "loss"
+        scalar = loss(output) if loss is not None else default_loss(output, tensors)
+    if not trace.verify(stream.refuse):
+        return None
+    graph, signature = finish(stream.graph, (nodes, stream.node_of(scalar)), model)
     capture = Capture(
         graph=graph,
         inputs=stream.inputs,
@@ -247,7 +303,19 @@ def record(
         signature=signature,
         notes=tuple(stream.notes),
     )
-    return capture, recorded
+    outputs = tuple(tensor.detach() for tensor in tensors)
+    return capture, Recorded(outputs=outputs, loss=scalar.detach(), closures=stream.closures)
+
+
+def refuse_modes() -> None:
+    """Raise if a function mode of the user's is in force: recomputation would run without it."""
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if not isinstance(mode, torch.utils._device.DeviceContext):
+            raise CaptureError(
+                f"A TorchFunctionMode ({type(mode).__name__}) is active around the forward. It "
+                "would not be when a region is run again in backward. Enter it inside the "
+                "model's forward instead."
+            )
 
 
 def _drop(tensor: torch.Tensor) -> None:

@@ -61,6 +61,7 @@ class Stream:
         self.stage = "model"
         self.modules: list[str] = []
         self.notes: list[str] = []
+        self.closures: dict[str, torch.Tensor] = {}
         self._call = (args, kwargs)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: Any = WeakTensorKeyDictionary()
@@ -146,6 +147,8 @@ class Stream:
                 self.inputs = replace(self.inputs, paths=(*self.inputs.paths, path))
                 return self._placeholder(path, tensor)
             external = self.externals.search(tensor)
+        if external is None and self.stage == "loss":
+            return self._closure(tensor)
         if external is None:
             raise self.refuse(
                 f"a tensor of shape {tuple(tensor.shape)} comes from outside torch's recorded "
@@ -157,6 +160,15 @@ class Stream:
         node = self.graph.create_node("get_attr", external.target)
         node.meta["kind"] = external.kind
         self._describe(node, (tensor,))
+        return node
+
+    def _closure(self, tensor: torch.Tensor) -> fx.Node:
+        """A tensor that the loss holds: the loss is never emitted, so it need not be found again."""
+        node = self.graph.create_node("get_attr", f"closure_{len(self.closures)}")
+        node.meta["kind"] = "closure"
+        self._describe(node, (tensor,))
+        self.closures[str(node.target)] = tensor
+        self._nodes[tensor] = node
         return node
 
     def _array(self, value: np.ndarray[Any, Any]) -> fx.Node:

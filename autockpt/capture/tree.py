@@ -237,8 +237,6 @@ class _Describer:
         cls = type(value)
         if isinstance(value, tuple):
             return _Tuple(slot, cls, tuple(self.visit(item, depth) for item in value))
-        state = fields_of(value)
-        attributes = tuple((name, self.visit(item, depth)) for name, item in state.items())
         items: tuple[Any, ...] = ()
         mapping: tuple[tuple[Any, Any], ...] = ()
         if isinstance(value, list):
@@ -252,6 +250,9 @@ class _Describer:
                     f"The output holds tensors in a {cls.__name__}, which cannot be rebuilt. "
                     "Return them in a tuple, list, dict or dataclass."
                 )
+        # In the order of `_Container.build`: what is met again must have been made by then.
+        state = fields_of(value)
+        attributes = tuple((name, self.visit(item, depth)) for name, item in state.items())
         return _Container(slot, cls, items, mapping, attributes)
 
 

@@ -1,0 +1,266 @@
+"""A capture is not believed, it is checked against the model it was taken from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autockpt.capture.bits import as_bytes, identical
+from autockpt.capture.captured import Capture
+from autockpt.capture.guards import GuardMiss
+from autockpt.capture.paths import tensors_within
+from autockpt.capture.recorder import Recorder
+from autockpt.capture.replay import replay
+from autockpt.capture.restore import RandomState, untraced
+from autockpt.capture.patches import patched
+from autockpt.capture.stream import Stream
+from autockpt.capture.tree import Template
+from autockpt.errors import CaptureError
+
+Forward = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What a forward left behind."""
+
+    outputs: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+    state: RandomState
+
+
+def check(
+    capture: Capture,
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    forward: Forward | None = None,
+) -> None:
+    """Compare the recorded forward with the plain one, to the bit.
+
+    Outputs, buffers, inputs written in place, random state, and the autograd graphs node by
+    node: on the batch itself, and on a second one (floats redrawn, integers permuted), which
+    a value that was frozen by mistake does not survive. The second batch is left out where a
+    guard or the model itself does not take it.
+
+    Parameters
+    ----------
+    capture : Capture
+    model : torch.nn.Module
+        The recorded model; its plain ``forward`` is run.
+    args, kwargs : sequence, mapping
+        The recorded batch.
+    forward : callable, optional
+        ``forward(model, *tensors)`` returns the output tensors in template order: the emitted
+        forward with no region. None replays the graph.
+
+    Raises
+    ------
+    CaptureError
+        If anything differs; names the first call, its module and source line.
+
+    Notes
+    -----
+    Costs four forwards without grad in time, and the memory of one.
+    """
+    kwargs = dict(kwargs or {})
+    run = forward or (lambda root, *tensors: replay(capture, root, tensors))
+    for second in (False, True):
+        batch = _Batch(args, kwargs, redraw=second)
+        try:
+            plain = _run(model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1])
+        except Exception:
+            if second:
+                return
+            raise
+        try:
+            ours = _run(
+                model, batch, lambda a, k: tuple(run(model, *capture.inputs.tensors(a, k)))
+            )
+        except GuardMiss as miss:
+            if second:
+                return
+            raise CaptureError(
+                f"The recorded forward misses its own guard on the recorded batch: {miss}. "
+                "The model does not do the same twice; it cannot be captured."
+            ) from miss
+        difference = _difference(plain, ours)
+        if difference:
+            place = _first_difference(capture, model, batch)
+            which = "a second batch" if second else "the recorded batch"
+            raise CaptureError(
+                f"The captured forward differs from the model's on {which}: {difference}. "
+                f"{place} Something there is not seen by torch's function mode (a value that "
+                "python computed, a closure, an outside library); express it in torch calls."
+            )
+
+
+class _Batch:
+    """The recorded arguments with fresh tensors at every run."""
+
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, redraw: bool
+    ) -> None:
+        self._template, tensors = Template.describe((tuple(args), dict(kwargs)))
+        generator = torch.Generator().manual_seed(0)
+        self._tensors = [redrawn(t, generator) if redraw else t for t in tensors]
+
+    def fresh(self, parameters: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments that may be written; the model's own tensors stay themselves."""
+        copies = [t if id(t) in parameters else _copy(t) for t in self._tensors]
+        built: tuple[tuple[Any, ...], dict[str, Any]] = self._template.build(copies)
+        return built
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_inference():
+        return tensor
+    with torch.no_grad():
+        copy = torch.empty_like(tensor).copy_(tensor) if tensor._base is None else tensor.clone()
+    if copy.stride() != tensor.stride() and tensor.layout is torch.strided:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def redrawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Another tensor that is as valid an input as this one.
+
+    Floats are drawn anew with the same mean and deviation, integers change places; masks
+    (no more than two distinct values, or infinities) stay as they are.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() < 2 or tensor.layout is not torch.strided:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    if tensor.dtype is torch.bool or tensor.is_complex() or flat.unique().numel() <= 2:
+        return tensor
+    if tensor.is_floating_point():
+        if not bool(flat.isfinite().all()):
+            return tensor
+        noise = torch.randn(flat.shape, generator=generator, dtype=torch.float32)
+        new = (noise * flat.float().std() + flat.float().mean()).to(tensor.dtype)
+        new = new.clamp(flat.min(), flat.max())
+    else:
+        new = flat[torch.randperm(flat.numel(), generator=generator)]
+    out = torch.empty_like(tensor.detach()).copy_(new.view(tensor.shape))
+    return out.requires_grad_(tensor.requires_grad)
+
+
+def _run(
+    model: torch.nn.Module,
+    batch: _Batch,
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], tuple[torch.Tensor, ...]],
+) -> _Run:
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    args, kwargs = batch.fresh(own)
+    hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _gone)
+    with untraced(model, args, kwargs), torch.enable_grad():
+        with hooks:
+            outputs = forward(args, kwargs)
+        written = [t.detach().clone() for t in model.buffers()]
+        written += [t.detach() for _, t in tensors_within((args, kwargs), objects=True)]
+        return _Run(outputs=tuple(outputs), written=tuple(written), state=RandomState())
+
+
+def _difference(plain: _Run, ours: _Run) -> str:
+    if len(plain.outputs) != len(ours.outputs):
+        return f"{len(ours.outputs)} output tensors instead of {len(plain.outputs)}"
+    for number, (a, b) in enumerate(zip(plain.outputs, ours.outputs, strict=True)):
+        if not identical(a, b):
+            return f"output tensor {number} is not equal"
+        if a.requires_grad != b.requires_grad:
+            return f"output tensor {number} requires grad in one of them only"
+    for a, b in zip(plain.written, ours.written, strict=True):
+        if not identical(a, b):
+            return f"a buffer or input of shape {tuple(a.shape)} is not equal afterwards"
+    if not plain.state.torch_is(ours.state):
+        return "the random state is not equal afterwards"
+    return graph_difference(plain.outputs, ours.outputs)
+
+
+def graph_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
+    """The first place where two autograd graphs differ, or an empty string.
+
+    Nodes are compared by name, by what they lead to, and at the leaves by the parameter.
+    """
+    pending: list[tuple[Any, Any]] = [
+        (a.grad_fn, b.grad_fn) for a, b in zip(left, right, strict=True)
+    ]
+    seen: dict[Any, Any] = {}
+    while pending:
+        a, b = pending.pop()
+        if a is None or b is None:
+            if a is not b:
+                return f"{_name(a)} in the model's graph is {_name(b)} in the captured one"
+            continue
+        if a in seen:
+            if seen[a] is not b:
+                return f"{_name(a)} is shared in one autograd graph only"
+            continue
+        seen[a] = b
+        ends = [(n, i) for n, i in a.next_functions], [(n, i) for n, i in b.next_functions]
+        if a.name() != b.name() or [i for _, i in ends[0]] != [i for _, i in ends[1]]:
+            return f"{_name(a)} in the model's graph is {_name(b)} in the captured one"
+        leaf = getattr(a, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter) and leaf is not b.variable:
+            return f"a gradient goes to another parameter of shape {tuple(leaf.shape)}"
+        pending += [(x, y) for (x, _), (y, _) in zip(*ends, strict=True)]
+    return ""
+
+
+def _name(node: Any) -> str:
+    return "no gradient" if node is None else str(node.name())
+
+
+def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -> str:
+    """Run both again with a fingerprint of every result, and say where they part."""
+    ours: dict[fx.Node, str] = {}
+    theirs: list[tuple[fx.Node, str]] = []
+    own = {id(t) for t in (*model.parameters(), *model.buffers())}
+    args, kwargs = batch.fresh(own)
+    hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _gone)
+    with untraced(model, args, kwargs), torch.enable_grad(), hooks:
+        tensors = capture.inputs.tensors(args, kwargs)
+        try:
+            replay(capture, model, tensors, visit=lambda n, v: ours.update({n: fingerprint(v)}))
+        except GuardMiss:
+            pass
+    args, kwargs = batch.fresh(own)
+    with untraced(model, args, kwargs) as trace, torch.enable_grad():
+        stream = Stream(model, args, kwargs)
+        recorder = Recorder(
+            stream, trace.before_write, lambda n, v: theirs.append((n, fingerprint(v)))
+        )
+        with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(_drop, _gone):
+            model.forward(*args, **kwargs)
+    calls = [n for n in capture.graph.nodes if n in ours and "call" in n.meta]
+    for node, (other, theirs_) in zip(calls, theirs, strict=False):
+        if str(node.target) != str(other.target) or ours[node] != theirs_:
+            meta = other.meta
+            return (
+                f"First at the call {other.name} in '{meta['module'] or 'the model'}' "
+                f"({meta['source']})."
+            )
+    return ""
+
+
+def fingerprint(value: Any) -> str:
+    """Digest of the tensors in a value."""
+    digest = hashlib.sha256()
+    for _, tensor in tensors_within(value, objects=False):
+        digest.update(repr((tensor.shape, tensor.dtype)).encode())
+        if not tensor.is_meta and tensor.layout is torch.strided:
+            digest.update(as_bytes(tensor).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _gone(_: None) -> torch.Tensor:
+    raise RuntimeError("saved tensors are thrown away while a forward is checked")
