@@ -160,6 +160,7 @@ class Frames:
         state_changes = self._state_changes(children) if children and state else {}
         levels: list[tuple[int, int]] = []
         held: list[int] = []
+        dropped = {i for child in children for i in range(child.region.start, child.region.stop)}
         dying: dict[int, int] = {}
         for i in range(region.start, stop if partial is None else partial + 1):
             level += state_changes.get(i, 0)
@@ -175,8 +176,14 @@ class Frames:
             if i == partial and ops[i].stop_peak_bytes:
                 levels.append((i, before + ops[i].stop_peak_bytes))
             else:
-                levels.append((i, level + ops[i].forward_workspace_bytes))
+                op = ops[i]
+                nested = i in dropped
+                workspace = op.workspace_in_region_bytes if nested else op.forward_workspace_bytes
+                levels.append((i, level + workspace))
             level -= dying.pop(i, 0)
+        if partial is not None and ops[partial].stop_peak_bytes:
+            made = sum(nbytes[s] for s in graph.produced[partial])
+            levels[-1] = (partial, level - made + ops[partial].stop_peak_bytes)
         if any(c.region.start == stop and c.random for c in children):
             # The call at which the replay ends saves its random state before its inputs.
             levels.append((stop, level + state))

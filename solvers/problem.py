@@ -98,8 +98,11 @@ class Op:
         recomputation of a region, and the last op of a region that packs is where it stops.
     forward_workspace_bytes : int
         Most bytes alive at once while it runs, above its inputs and all storages it produces.
+    dropped_workspace_bytes : int or None
+        The same where autograd saves nothing, as in the forward of a region: negative where an
+        op of several steps need not keep what it hides. None: as ``forward_workspace_bytes``.
     backward_workspace_bytes : int
-        The same for its backward, above its saved storages, the gradients of its outputs and
+        The same as ``forward_workspace_bytes`` for its backward, above its saved storages, the gradients of its outputs and
         all of ``gradient_bytes``. Negative where an op of several steps frees what it hid
         before the last of its gradients is made.
     stop_peak_bytes : int
@@ -132,6 +135,7 @@ class Op:
     saved: tuple[int, ...] = ()
     packs: bool = False
     forward_workspace_bytes: int = 0
+    dropped_workspace_bytes: int | None = None
     backward_workspace_bytes: int = 0
     stop_peak_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()
@@ -144,6 +148,13 @@ class Op:
     backward_flops: int = 0
     random: bool = False
     pinned: bool = False
+
+    @property
+    def workspace_in_region_bytes(self) -> int:
+        """Workspace of its forward where autograd saves nothing."""
+        if self.dropped_workspace_bytes is None:
+            return self.forward_workspace_bytes
+        return self.dropped_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,8 @@ class Profile:
 
     ``replay`` is the most during the replays that an op's turn brings about, ``instant`` while
     its backward runs, ``after`` when that has let go of what was saved, and ``lasting`` from
-    then on to the end of the step.
+    then on to the end of the step. ``replays`` lists them in order, each with the level that
+    it finds.
     """
 
     frame: Frame
@@ -44,6 +45,7 @@ class Profile:
     cost: int
     flops: int
     ops: int
+    replays: tuple[tuple[int, Frame], ...]
 
 
 class Replay:
@@ -72,6 +74,7 @@ class Replay:
         self.last_use = np.array(graph.last_use, np.intp)
         self.outputs = np.array(graph.outputs, np.intp)
         self.workspace = np.array([op.forward_workspace_bytes for op in problem.ops], np.int64)
+        self.dropped = np.array([op.workspace_in_region_bytes for op in problem.ops], np.int64)
         self._plain_forward = self._forward_levels()
         self._pairs = self._saved_pairs()
 
@@ -119,9 +122,11 @@ class Replay:
             if f.trigger is not None:
                 triggered.setdefault(f.trigger, []).append(f)
         level = 0
+        replays: list[tuple[int, Frame]] = []
         for i in range(length - 1, -1, -1):
             op = region.start + i
             for f in triggered.get(op, ()):
+                replays.append((level, f))
                 if f.levels:
                     replay[i] = max(replay[i], level + max(at for _, at in f.levels))
                 level += sum(self.graph.nbytes[s] for s in f.held)
@@ -139,6 +144,7 @@ class Replay:
             cost=sum(f.cost for f in replayed),
             flops=sum(f.flops for f in replayed),
             ops=sum(f.ops for f in replayed),
+            replays=tuple(replays),
         )
 
     def price(self, regions: tuple[Region, ...]) -> tuple[int, int]:
@@ -207,7 +213,9 @@ class Replay:
             judge=self,
             profiles=profiles,
             kept_bytes=int(kept[size]),
-            forward=self._plain_forward + np.cumsum(forward)[:size] + self.workspace,
+            forward=self._plain_forward
+            + np.cumsum(forward)[:size]
+            + np.where(outside, self.workspace, self.dropped),
             replay=replay + kept[1 : size + 1],
             instant=instant + kept[1 : size + 1],
             after=after + kept[:size],
@@ -304,23 +312,12 @@ class _Step:
 
     def _replays(self, trigger: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
         """Return level found and levels above it of the replays at ``trigger``."""
-        nbytes = self.judge.graph.nbytes
-        found = []
-        for profile in self.profiles:
-            region = profile.frame.region
-            if not region.start <= trigger < region.stop:
-                continue
-            top = trigger - region.start
-            frames = [f for f in profile.frame.walk() if f.trigger == trigger]
-            level = int(profile.after[top + 1]) if top + 1 < len(profile.after) else 0
-            for f in frames:
-                found.append((level, f.levels))
-                level += sum(nbytes[s] for s in f.held)
-                for outer in frames:
-                    for s in outer.held if f is not outer else ():
-                        if outer.claims[s] == (trigger, f.height):
-                            level -= nbytes[s]
-        return found
+        return [
+            (level, frame.levels)
+            for profile in self.profiles
+            for level, frame in profile.replays
+            if frame.trigger == trigger
+        ]
 
     def timeline(self) -> tuple[tuple[Phase, int, int], ...]:
         """Return every instant of the step with gradients resident."""

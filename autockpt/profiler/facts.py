@@ -59,7 +59,9 @@ class OpFacts:
     saved: tuple[Ref, ...] = ()
     packs: bool = False
     forward_workspace_bytes: int = 0
+    dropped_workspace_bytes: int | None = None
     backward_workspace_bytes: int = 0
+    stop_peak_bytes: int = 0
     fresh_gradient_bytes: tuple[int, ...] = ()
     gradients: tuple[ArgumentGradient, ...] = ()
     cost: int = 0

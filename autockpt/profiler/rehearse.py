@@ -93,6 +93,8 @@ class Rehearsal:
     name: str
     measured: bool = False
     differentiable: bool = False
+    packs: int = 0
+    hides: bool = False
 
     def finish(self, watch: Meter) -> OpFacts:
         """Add the workspaces."""
@@ -112,10 +114,19 @@ class Rehearsal:
             # Negative where a composite op frees what it hid before its last gradient is made.
             hidden = sum(self.facts.hidden_bytes)
             backward_workspace = max(-hidden, backward.peak_bytes - fresh)
+        stop = 0
+        if self.packs:
+            stop = watch.span(f"{self.name}.stop", f"{self.name}.stop.{self.packs}").peak_bytes
+        dropped = workspace
+        if self.hides:
+            dropped = watch.span(f"{self.name}.dropped", f"{self.name}.dropped.end").peak_bytes
+            dropped -= made
         return replace(
             self.facts,
+            dropped_workspace_bytes=dropped,
             forward_workspace_bytes=workspace,
             backward_workspace_bytes=backward_workspace,
+            stop_peak_bytes=stop,
         )
 
 
@@ -169,6 +180,11 @@ def rehearse(
         if measured:
             rehearsal.measured = True
             rehearsal.differentiable = _watched_run(subject, watch, facts.differentiable)
+            if facts.at_stop.calls:
+                rehearsal.packs = _stopped_run(subject, watch)
+            if facts.facts.hidden_bytes:
+                rehearsal.hides = True
+                _dropped_run(subject, watch)
         forward_ns, backward_ns = _timed_runs(subject, facts) if timed else (0, 0)
     except torch.OutOfMemoryError as error:
         raise ProfileError(
@@ -337,6 +353,35 @@ def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
     watch.mark(f"{subject.name}.backward.end")
     del got
     return True
+
+
+def _stopped_run(subject: Subject, watch: Meter) -> int:
+    """Run forward, marking each tensor that is packed; return how many there were.
+
+    A recomputation that ends in this op ends at the last mark.
+    """
+    _, args, kwargs, _ = subject.stand_ins()
+    packs = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal packs
+        packs += 1
+        watch.mark(f"{subject.name}.stop.{packs}")
+        return tensor
+
+    watch.mark(f"{subject.name}.stop")
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        subject.call(*args, **kwargs)
+    return packs
+
+
+def _dropped_run(subject: Subject, watch: Meter) -> None:
+    """Run forward as in a region: what is packed is thrown away at once."""
+    _, args, kwargs, _ = subject.stand_ins()
+    watch.mark(f"{subject.name}.dropped")
+    with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+        subject.call(*args, **kwargs)
+    watch.mark(f"{subject.name}.dropped.end")
 
 
 def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
