@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Read when torch's profiler, the exact CPU memory meter, is first used; it is chatty otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -12,6 +13,8 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+_COLUMNS = 110
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -31,7 +34,7 @@ def demo() -> None:
     # Imported here, so that --help answers at once.
     from autockpt import demo as show
 
-    out = Console()
+    out = _console()
     try:
         makers = show.examples()
     except show.MissingLibraryError as error:
@@ -55,3 +58,8 @@ def demo() -> None:
     if failed:
         raise typer.Exit(1)
     out.print("Every peak is inside its budget, and every bit is equal to the plain step's.")
+
+
+def _console() -> Console:
+    # Where there is no terminal, rich takes 80 columns, and the table needs more.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from autockpt.demo import BUDGETS, Example, Row, examples, run, table
+from autockpt.demo import BUDGETS, Example, MissingLibraryError, Row, examples, run, table
 from autockpt.step import loss_of
 from autockpt.units import format_bytes
 
@@ -131,15 +131,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
     output: Path = parser.parse_args(argv).output
-    console = Console()
+    console = Console(highlight=False, width=120)
     if not torch.cuda.is_available():
         console.print("gpu_check needs a CUDA device, and torch sees none here.")
+        return 2
+    try:
+        makers = examples("large", "cuda")
+    except MissingLibraryError as error:
+        console.print(str(error), markup=False)
         return 2
     started = time.perf_counter()
     cells: list[Cell] = []
     skipped: list[str] = []
     for precision in ("float32", "bf16 autocast"):
-        for name, make in examples("large", "cuda").items():
+        for name, make in makers.items():
             for budget in BUDGETS:
                 if time.perf_counter() - started > LAST_START_SECONDS:
                     skipped.append(f"{name} at {budget}, {precision}")
