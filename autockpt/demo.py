@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autockpt.api import optimize
 from autockpt.profiler.aten_log import AtenLog
+from autockpt.runtime import Handle
 from autockpt.step import Loss, loss_of
 from autockpt.units import format_bytes
 from autockpt.verify import verify
@@ -198,7 +199,8 @@ def run(example: Example, budget: str) -> tuple[Row, nn.Module]:
     )
     plan_seconds = time.perf_counter() - start
     seen = verify(example.model, optimized, example.args, example.kwargs, loss=example.loss)
-    report = optimized.autockpt.report
+    report = cast(Handle, optimized.autockpt).report
+    assert report.budget_bytes is not None
     row = Row(
         model=example.name,
         budget=budget,
