@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autockpt.api import optimize
 from autockpt.profiler.aten_log import AtenLog
-from autockpt.runtime import Handle
+from autockpt.runtime.handle import Handle
 from autockpt.step import Loss, loss_of
 from autockpt.units import format_bytes
 from autockpt.verify import verify
