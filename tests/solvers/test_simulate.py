@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import replace
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.errors import PlanError
-from solvers.plan import Plan, Region
 from solvers.simulate import Replay, simulate
 from tests.solvers.checker import check
 from tests.solvers.problems import plans, problems
