@@ -137,9 +137,10 @@ def minimum_budget(
     """
     _check_model(model)
     clone = release(clone_module(model))
+    batch = (tuple(args), dict(kwargs or {}))
     with originals():
-        capture = record_step(clone, tuple(args), dict(kwargs or {}), loss)
-        profiled = profile(capture, clone, tuple(args), dict(kwargs or {}), cost="roofline")
+        capture, recorded = record_step(clone, *batch, loss)
+        profiled = profile(capture, clone, *batch, cost="roofline", closures=recorded.closures)
     problem = lower(capture, profiled)
     return budget_for(least_peak(problem).peak_bytes, problem.fixed_bytes, reserve)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autockpt.capture import Capture, record
+from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
 from autockpt.errors import CaptureError, InfeasibleError
 from autockpt.lower import lower
@@ -86,10 +86,11 @@ def plan_step(
     without grad.
     """
     with originals():
-        capture = record_step(model, args, kwargs, settings.loss)
+        capture, recorded = record_step(model, args, kwargs, settings.loss)
         if capture.signature not in known.checked:
             check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
-        profiled = profile(capture, model, args, kwargs, cost=settings.cost)
+        closures = recorded.closures
+        profiled = profile(capture, model, args, kwargs, cost=settings.cost, closures=closures)
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
     budget = known.budget or resolve_budget(settings, problem, plain)
@@ -115,13 +116,13 @@ class ForwardError(CaptureError):
 
 def record_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
-) -> Capture:
+) -> tuple[Capture, Recorded]:
     """Record, and tell the model's own errors from ours."""
     try:
-        return record(model, args, kwargs, loss)[0]
+        return record(model, args, kwargs, loss)
     except CaptureError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model may raise anything
+    except Exception as error:  # a model may raise anything
         raise ForwardError(
             f"{type(model).__name__}'s forward, or the loss, failed on this batch: "
             f"{type(error).__name__}: {error}.{_devices(model, args, kwargs)} Call "

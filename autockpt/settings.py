@@ -64,8 +64,7 @@ class Settings:
             )
         if self.emit == "modules":
             raise CaptureError(
-                'emit="modules" does not exist yet: regions are runs of torch calls, '
-                'emit="graph".'
+                'emit="modules" does not exist yet: regions are runs of torch calls, emit="graph".'
             )
         if self.emit not in ("auto", "graph"):
             raise ValueError(f'emit={self.emit!r} is neither "auto" nor "graph".')

@@ -60,9 +60,7 @@ class _Before:
     device_random: dict[int, torch.Tensor]
 
     @classmethod
-    def of(
-        cls, step: Step, module: nn.Module, inputs: Sequence[torch.Tensor]
-    ) -> _Before:
+    def of(cls, step: Step, module: nn.Module, inputs: Sequence[torch.Tensor]) -> _Before:
         written = [*module.buffers(), *inputs] if writes_before_guard(step) else []
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         return cls(

@@ -127,7 +127,8 @@ class Handle:
         """Record and plan a step, and keep it."""
         with self._lock:
             known = Known(
-                plans=tuple(e.step.plan for e in self._entries) + ((self._plan,) if self._plan else ()),
+                plans=tuple(e.step.plan for e in self._entries)
+                + ((self._plan,) if self._plan else ()),
                 budget=self._budget,
                 checked=frozenset(e.step.capture.signature for e in self._entries),
             )
@@ -184,9 +185,7 @@ def _unpickle(
     return Handle(settings, plan=plan, report=report, budget=budget)
 
 
-def _anything_to_train(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
+def _anything_to_train(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     leaves = pytree.tree_leaves((args, kwargs))
