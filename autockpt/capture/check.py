@@ -15,6 +15,7 @@ from autockpt.capture.captured import Capture
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.paths import tensors_within
 from autockpt.capture.recorder import Recorder
+from autockpt.capture.refusals import drop, gone
 from autockpt.capture.replay import replay
 from autockpt.capture.restore import RandomState, untraced
 from autockpt.capture.patches import patched
@@ -73,14 +74,14 @@ def check(
     for second in (False, True):
         batch = _Batch(args, kwargs, redraw=second)
         try:
-            plain = _run(model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1])
+            plain = _run(capture, model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1])
         except Exception:
             if second:
                 return
             raise
         try:
             ours = _run(
-                model, batch, lambda a, k: tuple(run(model, *capture.inputs.tensors(a, k)))
+                capture, model, batch, lambda a, k: tuple(run(model, *capture.inputs.tensors(a, k)))
             )
         except GuardMiss as miss:
             if second:
@@ -151,19 +152,28 @@ def redrawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _run(
+    capture: Capture,
     model: torch.nn.Module,
     batch: _Batch,
     forward: Callable[[tuple[Any, ...], dict[str, Any]], tuple[torch.Tensor, ...]],
 ) -> _Run:
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     args, kwargs = batch.fresh(own)
-    hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _gone)
-    with untraced(model, args, kwargs), torch.enable_grad():
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
+    with untraced(model, args, kwargs) as trace, torch.enable_grad():
+        for generator in _generators(capture.graph):
+            trace.keep_generator(generator)
         with hooks:
             outputs = forward(args, kwargs)
         written = [t.detach().clone() for t in model.buffers()]
         written += [t.detach() for _, t in tensors_within((args, kwargs), objects=True)]
         return _Run(outputs=tuple(outputs), written=tuple(written), state=RandomState())
+
+
+def _generators(graph: fx.Graph) -> list[torch.Generator]:
+    pinned = [node for node in graph.nodes if node.meta.get("pinned")]
+    values = [value for node in pinned for value in (*node.args, *node.kwargs.values())]
+    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 def _difference(plain: _Run, ours: _Run) -> str:
@@ -222,7 +232,7 @@ def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -
     theirs: list[tuple[fx.Node, str]] = []
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     args, kwargs = batch.fresh(own)
-    hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _gone)
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with untraced(model, args, kwargs), torch.enable_grad(), hooks:
         tensors = capture.inputs.tensors(args, kwargs)
         try:
@@ -232,10 +242,8 @@ def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -
     args, kwargs = batch.fresh(own)
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
         stream = Stream(model, args, kwargs)
-        recorder = Recorder(
-            stream, trace.before_write, lambda n, v: theirs.append((n, fingerprint(v)))
-        )
-        with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(_drop, _gone):
+        recorder = Recorder(stream, trace, lambda n, v: theirs.append((n, fingerprint(v))))
+        with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(drop, gone):
             model.forward(*args, **kwargs)
     calls = [n for n in capture.graph.nodes if n in ours and "call" in n.meta]
     for node, (other, theirs_) in zip(calls, theirs, strict=False):
@@ -256,11 +264,3 @@ def fingerprint(value: Any) -> str:
         if not tensor.is_meta and tensor.layout is torch.strided:
             digest.update(as_bytes(tensor).cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    return None
-
-
-def _gone(_: None) -> torch.Tensor:
-    raise RuntimeError("saved tensors are thrown away while a forward is checked")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autockpt.capture.paths import format_steps, tensors_within
+from autockpt.capture.paths import OURS, format_steps, tensors_within
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", *OURS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,9 @@ import torch
 from torch.nn.modules import module as _module_globals
 
 from autockpt.capture.ambient import Ambient
-from autockpt.capture.paths import fields_of, is_atom
+from autockpt.capture.paths import OURS, fields_of, is_atom
 from autockpt.capture.tree import Binding
 
-# `autockpt` is our own attribute on a root; it says nothing about the forward.
-_OURS = frozenset({"autockpt"})
 _TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -97,8 +95,9 @@ class _Snapshot:
         for module in model.modules():
             self._classes.append((module, type(module)))
             self._add(vars(module), seen)
-            for value in vars(module).values():
-                self._nested(value, seen)
+            for name, value in vars(module).items():
+                if name not in OURS:
+                    self._nested(value, seen)
         for name in _GLOBAL_HOOKS:
             self._add(getattr(_module_globals, name), seen)
         tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
@@ -172,7 +171,7 @@ def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
         state = {
             key: freeze.value(value, 0)
             for key, value in vars(module).items()
-            if key not in _OURS and key not in _TENSOR_TABLES
+            if key not in OURS and key not in _TENSOR_TABLES
         }
         found.append((name, type(module), state))
     return tuple(found)

@@ -6,6 +6,8 @@ records, and does what torch does otherwise in all other threads.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import torch.utils.checkpoint
 
 _LOCK = threading.RLock()
 _ACTIVE = threading.local()
+_MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -61,6 +64,8 @@ def patched(recorder: Listener) -> Iterator[None]:
             _ACTIVE.listener = recorder
             for name in _CHECKS:
                 replace(F, name, _say_no(getattr(F, name)))
+            name = "has_torch_function"
+            replace(torch.overrides, name, _say_no_to_modules(torch.overrides.has_torch_function))
             replace(torch.nn.Module, "__call__", _module_call(torch.nn.Module.__call__))
             replace(torch.autograd.Function, "apply", _apply())
             replace(torch.autograd, "_engine_run_backward", _engine(torch.autograd))
@@ -79,6 +84,17 @@ def _say_no(check: Callable[..., bool]) -> Callable[..., bool]:
     # They open up into the calls inside, which are recorded one by one.
     def has_torch_function(*args: Any) -> bool:
         return False if listener() is not None else check(*args)
+
+    return has_torch_function
+
+
+def _say_no_to_modules(check: Callable[..., bool]) -> Callable[..., bool]:
+    # torch's own attention modules take a fast path unless something overrides torch
+    # functions; recording must not change which path that is.
+    def has_torch_function(*args: Any) -> bool:
+        if listener() is not None and sys._getframe(1).f_code.co_filename.startswith(_MODULES):
+            return False
+        return check(*args)
 
     return has_torch_function
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import torch
@@ -12,38 +13,23 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.bits import identical
+from autockpt.capture.calls import depends_on_data, may_write, version, writes_statistics
 from autockpt.capture.captured import Capture
-from autockpt.capture.clone import refuse_compiled
 from autockpt.capture.finish import finish
 from autockpt.capture.guards import ask
 from autockpt.capture.key import Key
 from autockpt.capture.losses import default_loss
 from autockpt.capture.patches import patched
+from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
 from autockpt.capture.restore import Trace, untraced
 from autockpt.capture.stream import Stream, leaves
 from autockpt.capture.targets import METADATA, QUESTIONS, REFUSED, Target, resolve
 from autockpt.capture.tree import Template
-from autockpt.errors import CaptureError
 
 Loss = Callable[[Any], torch.Tensor]
 
 _ANSWERS = (bool, int, float, complex, str)
 _MAX_ASKED = 4096
-
-# Functions whose result has a shape that depends on values. `tests` holds this against the
-# tag `dynamic_output_shape` of the ATen ops.
-DYNAMIC = frozenset(
-    """
-    nonzero nonzero_static argwhere masked_select unique unique_consecutive _unique _unique2
-    unique_dim repeat_interleave bincount one_hot where tensor_split combinations
-    _pack_padded_sequence _pad_packed_sequence histogramdd ctc_loss
-    """.split()
-)
-
-
-# Functions that write statistics which their schema does not declare as written.
-STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
@@ -70,7 +56,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         stream: Stream,
-        before_write: Callable[[torch.Tensor], None],
+        trace: Trace,
         visit: Callable[[fx.Node, Any], None] | None = None,
     ) -> None:
         super().__init__()
@@ -80,7 +66,7 @@ class Recorder(TorchFunctionMode):
         self.leave_module = stream.leave_module
         self.note = stream.note
         self.refuse = stream.refuse
-        self._before_write = before_write
+        self._trace = trace
         self._visit = visit
 
     def __torch_function__(
@@ -100,6 +86,8 @@ class Recorder(TorchFunctionMode):
         if name in QUESTIONS and args and isinstance(args[0], torch.Tensor):
             return self._question(QUESTIONS[name], func, args, kwargs)
         if target.op == "set_property":
+            if name == "requires_grad":
+                return torch.Tensor.requires_grad_(*args)
             raise self.refuse(f"the model sets '.{name}' of a tensor", "Use a new tensor.")
         return self._call(target, func, args, kwargs)
 
@@ -128,12 +116,16 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         opaque: bool = False,
     ) -> Any:
+        if not leaves((args, kwargs)):
+            return self._source(target, func, args, kwargs)
         used: list[tuple[torch.Tensor, fx.Node]] = []
         graph_args = tuple(self.stream.convert(arg, used, opaque) for arg in args)
         graph_kwargs = {k: self.stream.convert(v, used, opaque) for k, v in kwargs.items()}
         if may_write(target.name, kwargs):
             for tensor, _ in used:
-                self._before_write(tensor)
+                self._trace.before_write(tensor)
+        self._keep_generators(args, kwargs)
+        self._refuse_hooks()
         before = [self._state(tensor, node) for tensor, node in used]
         self.paused += 1
         try:
@@ -142,17 +134,44 @@ class Recorder(TorchFunctionMode):
             self.paused -= 1
         written = [
             node
-            for (tensor, node), (version, copy) in zip(used, before, strict=True)
-            if _version(tensor) != version or (copy is not None and not identical(tensor, copy))
+            for (tensor, node), (number, copy) in zip(used, before, strict=True)
+            if version(tensor) != number or (copy is not None and not identical(tensor, copy))
         ]
-        if _writes_statistics(target.name, args, used):
+        if writes_statistics(target.name, args, used):
             written += [node for _, node in used[1:] if node.meta.get("kind") == "buffer"]
-        if not used and not leaves(result):
-            return result
         node = self._emit(target, graph_args, graph_kwargs)
         node.meta["writes"] = tuple(dict.fromkeys(written))
         if opaque:
             node.meta["opaque"] = True
+        self._finish(node, target, args, kwargs, result)
+        return result
+
+    def _source(
+        self, target: Target, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A call without a tensor among its arguments: a factory, or none of our business."""
+        self._keep_generators(args, kwargs)
+        self.paused += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.paused -= 1
+        if leaves(result):
+            graph_args = tuple(self.stream.convert(arg, [], False) for arg in args)
+            graph_kwargs = {k: self.stream.convert(v, [], False) for k, v in kwargs.items()}
+            node = self._emit(target, graph_args, graph_kwargs)
+            self._finish(node, target, args, kwargs, result)
+        return result
+
+    def _keep_generators(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self._trace.keep_generator(value)
+
+    def _finish(
+        self, node: fx.Node, target: Target, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> None:
+        """Say what a call returned, and guard what python learns from it."""
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             node.meta["pinned"] = True
         node.meta["call"] = True
@@ -163,13 +182,26 @@ class Recorder(TorchFunctionMode):
             self.stream.guard("value", node, result)
         elif isinstance(result, torch.Tensor) and depends_on_data(target.name, args, kwargs):
             self.stream.guard("shape", node, tuple(result.shape))
-        return result
+        elif isinstance(result, (tuple, list)):
+            for index, item in enumerate(result):
+                if isinstance(item, _ANSWERS):
+                    child = self.stream.emit("call_function", getitem, (node, index), {})
+                    self.stream.guard("value", child, item)
+
+    def _refuse_hooks(self) -> None:
+        # Ours are the innermost, unless the forward itself entered some.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0] not in (drop, None):
+            raise self.refuse(
+                "saved-tensor hooks (save_on_cpu, say) are in force inside the forward",
+                "Enter them around the optimized model instead.",
+            )
 
     @staticmethod
     def _state(tensor: torch.Tensor, node: fx.Node) -> tuple[int, torch.Tensor | None]:
         # Statistics are written behind the version counter's back, so buffers are compared.
         buffer = node.meta.get("kind") == "buffer" and not tensor.is_meta
-        return _version(tensor), tensor.detach().clone() if buffer else None
+        return version(tensor), tensor.detach().clone() if buffer else None
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         if target.op == "get_property":
@@ -177,49 +209,6 @@ class Recorder(TorchFunctionMode):
         if target.swapped:
             args = (args[1], args[0], *args[2:])
         return self.stream.emit(target.op, target.target, args, kwargs)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """A tensor's version counter; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _writes_statistics(
-    name: str, args: Sequence[Any], used: Sequence[tuple[torch.Tensor, fx.Node]]
-) -> bool:
-    """Whether a call on meta tensors, where nothing can be compared, writes statistics."""
-    on_meta = any(tensor.is_meta for tensor, _ in used)
-    return on_meta and name in STATISTICS and args[5:6] == (True,)
-
-
-def may_write(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may write one of its arguments, going by its name."""
-    return (
-        name in STATISTICS
-        or name == "__setitem__"
-        or kwargs.get("out") is not None
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name.endswith("__"))
-    )
-
-
-def depends_on_data(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the shape of a call's result may depend on the values it is given."""
-    if name in DYNAMIC:
-        return True
-    if name == "__getitem__":
-        return any(t.dtype in (torch.bool, torch.uint8) or t.dim() == 0 for t in _index(args[1]))
-    # A zero-dimensional integer where a size is expected: torch reads it without asking.
-    others = leaves([*args[1:], kwargs])
-    return any(t.dim() == 0 and not t.is_floating_point() for t in others)
-
-
-def _index(index: Any) -> list[torch.Tensor]:
-    if isinstance(index, slice):
-        return leaves([index.start, index.stop, index.step])
-    if isinstance(index, (tuple, list)):
-        return [tensor for item in index for tensor in _index(item)]
-    return leaves(index)
 
 
 def record(
@@ -258,8 +247,7 @@ def record(
     in transformers) is made, as the first forward would.
     """
     kwargs = dict(kwargs or {})
-    for name, module in model.named_modules():
-        refuse_compiled(name, module)
+    refuse_modules(model)
     refuse_modes()
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
         found = _record(model, args, kwargs, loss, trace)
@@ -282,8 +270,9 @@ def _record(
     stream = Stream(model, args, kwargs)
     ambient = Ambient.current(stream.device_types)
     key = Key.take(model, args, kwargs)
-    recorder = Recorder(stream, trace.before_write)
-    with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(_drop, _gone):
+    recorder = Recorder(stream, trace)
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
+    with patched(recorder), recorder, hooks:
         output = model.forward(*args, **kwargs)
         recorder.paused += 1
         template, tensors = Template.describe(output)
@@ -305,22 +294,3 @@ def _record(
     )
     outputs = tuple(tensor.detach() for tensor in tensors)
     return capture, Recorded(outputs=outputs, loss=scalar.detach(), closures=stream.closures)
-
-
-def refuse_modes() -> None:
-    """Raise if a function mode of the user's is in force: recomputation would run without it."""
-    for mode in torch.overrides._get_current_function_mode_stack():
-        if not isinstance(mode, torch.utils._device.DeviceContext):
-            raise CaptureError(
-                f"A TorchFunctionMode ({type(mode).__name__}) is active around the forward. It "
-                "would not be when a region is run again in backward. Enter it inside the "
-                "model's forward instead."
-            )
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    return None
-
-
-def _gone(_: None) -> torch.Tensor:
-    raise RuntimeError("saved tensors are thrown away while a forward is recorded")

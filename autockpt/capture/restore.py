@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from autockpt.capture.bits import identical
 from autockpt.capture.guards import same
-from autockpt.capture.paths import fields_of, is_atom, tensors_within
+from autockpt.capture.paths import OURS, fields_of, is_atom, tensors_within
 from autockpt.errors import CaptureError
 
 Refuse = Callable[[str, str], CaptureError]
@@ -43,6 +44,7 @@ class Trace:
         self._random = RandomState()
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._copied: set[int] = set()
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._ours: set[int] = set()
         for buffer in model.buffers():
             self.before_write(buffer, known=True)
@@ -64,9 +66,9 @@ class Trace:
             with torch.no_grad():
                 self._copies.append((tensor, tensor.detach().clone(), tensor._version))
 
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was found in an attribute among those that outlive the forward."""
-        self._ours.add(id(tensor))
+    def keep_generator(self, generator: torch.Generator) -> None:
+        """Remember the state of a generator that is about to be drawn from."""
+        self._generators.setdefault(generator, generator.get_state())
 
     def verify(self, refuse: Refuse) -> bool:
         """Raise if python's or numpy's random state moved, or an attribute was written.
@@ -96,6 +98,9 @@ class Trace:
         watch = _Watch()
         for name, module in self._model.named_modules():
             watch.add(name, module, vars(module))
+            for function in (module.forward, *hooks_of(module)):
+                for key, value in outside_of(function).items():
+                    watch.visit(key, value, 0)
         watch.visit("the arguments", self._call, 0)
         return watch
 
@@ -116,6 +121,8 @@ class Trace:
                 if tensor._version != version or not identical(tensor, copy):
                     tensor.detach().copy_(copy)
         self._random.restore()
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
 
 class RandomState:
@@ -168,6 +175,35 @@ class Change:
     settling: bool
 
 
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Forward hooks and pre-hooks of a module."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def outside_of(function: Any) -> dict[str, Any]:
+    """Containers that a function reaches by its closure or by globals, by name.
+
+    A forward or a hook that appends to one of them would do so once, when it is recorded.
+    """
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+    space = function.__globals__
+    found.update({name: space[name] for name in code.co_names if name in space})
+    kinds = (list, dict, set, deque)
+    return {name: value for name, value in found.items() if type(value) in kinds}
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
 class _Watch:
     """Shallow copies of namespaces and containers, to compare with and to restore from."""
 
@@ -181,6 +217,8 @@ class _Watch:
         name = f"'{where}' ({type(owner).__name__})" if where else type(owner).__name__
         self._namespaces.append((name, namespace, dict(namespace)))
         for key, value in namespace.items():
+            if key in OURS:
+                continue
             self.visit(f"{where}.{key}" if where else key, value, depth)
 
     def visit(self, where: str, value: Any, depth: int) -> None:

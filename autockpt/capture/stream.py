@@ -65,7 +65,6 @@ class Stream:
         self._call = (args, kwargs)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: Any = WeakTensorKeyDictionary()
-        self._lost = 0
         tensors = self.inputs.tensors(args, kwargs)
         for path, tensor in zip(self.inputs.paths, tensors, strict=True):
             self._placeholder(path, tensor)

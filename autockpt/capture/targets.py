@@ -43,8 +43,8 @@ METADATA = frozenset(
 
 # Calls that cannot be part of a graph, and what to do instead.
 REFUSED = {
-    "backward": "the model runs autograd inside its forward",
-    "grad": "the model reads or computes gradients inside its forward",
+    "backward": "autograd runs inside the forward",
+    "grad": "autograd runs, or gradients are read, inside the forward",
     "register_hook": "the model registers a tensor hook inside its forward",
     "register_post_accumulate_grad_hook": "the model registers a tensor hook in its forward",
     "set_": "the model swaps a tensor's storage",

@@ -1,0 +1,68 @@
+"""What a torch call does beyond its result, as far as names and arguments tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autockpt.capture.stream import leaves
+
+# Functions whose result has a shape that depends on values. `tests` holds this against the
+# tag `dynamic_output_shape` of the ATen ops.
+DYNAMIC = frozenset(
+    """
+    nonzero nonzero_static argwhere masked_select unique unique_consecutive _unique _unique2
+    unique_dim repeat_interleave bincount one_hot where tensor_split combinations
+    _pack_padded_sequence _pad_packed_sequence histogramdd ctc_loss
+    """.split()
+)
+
+
+# Functions that write statistics which their schema does not declare as written.
+STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+
+
+def version(tensor: torch.Tensor) -> int:
+    """A tensor's version counter; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def writes_statistics(
+    name: str, args: Sequence[Any], used: Sequence[tuple[torch.Tensor, fx.Node]]
+) -> bool:
+    """Whether a call on meta tensors, where nothing can be compared, writes statistics."""
+    on_meta = any(tensor.is_meta for tensor, _ in used)
+    return on_meta and name in STATISTICS and args[5:6] == (True,)
+
+
+def may_write(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may write one of its arguments, going by its name."""
+    return (
+        name in STATISTICS
+        or name == "__setitem__"
+        or kwargs.get("out") is not None
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name.endswith("__"))
+    )
+
+
+def depends_on_data(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the shape of a call's result may depend on the values it is given."""
+    if name in DYNAMIC:
+        return True
+    if name == "__getitem__":
+        return any(t.dtype in (torch.bool, torch.uint8) or t.dim() == 0 for t in _index(args[1]))
+    # A zero-dimensional integer where a size is expected: torch reads it without asking.
+    others = leaves([*args[1:], kwargs])
+    return any(t.dim() == 0 and not t.is_floating_point() for t in others)
+
+
+def _index(index: Any) -> list[torch.Tensor]:
+    if isinstance(index, slice):
+        return leaves([index.start, index.stop, index.step])
+    if isinstance(index, (tuple, list)):
+        return [tensor for item in index for tensor in _index(item)]
+    return leaves(index)

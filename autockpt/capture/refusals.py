@@ -1,0 +1,46 @@
+"""What is refused before anything runs, and the hooks that throw saved tensors away."""
+
+from __future__ import annotations
+
+import torch
+
+from autockpt.capture.clone import refuse_compiled
+from autockpt.errors import CaptureError
+
+
+def refuse_modules(model: torch.nn.Module) -> None:
+    """Raise for modules whose calls cannot be seen, or that are not ready to run."""
+    for name, module in model.named_modules():
+        refuse_compiled(name, module)
+        if any(map(torch.nn.parameter.is_lazy, module._parameters.values())):
+            raise CaptureError(
+                f"Module '{name}' ({type(module).__name__}) is lazy: its parameters have no "
+                "shape yet. Run one forward of the model first."
+            )
+        # The root's run around the forward, which is all that is replaced.
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"Module '{name}' ({type(module).__name__}) has a full backward hook, which "
+                "hangs on a module call that the captured forward does not make. Use a hook "
+                "on its parameters (register_post_accumulate_grad_hook), or remove it."
+            )
+
+
+def refuse_modes() -> None:
+    """Raise if a function mode of the user's is in force: recomputation would run without it."""
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if not isinstance(mode, torch.utils._device.DeviceContext):
+            raise CaptureError(
+                f"A TorchFunctionMode ({type(mode).__name__}) is active around the forward. It "
+                "would not be when a region is run again in backward. Enter it inside the "
+                "model's forward instead."
+            )
+
+
+def drop(tensor: torch.Tensor) -> None:
+    """Pack hook that throws a saved tensor away."""
+
+
+def gone(_: None) -> torch.Tensor:
+    """Unpack hook of what was thrown away."""
+    raise RuntimeError("saved tensors are thrown away while a forward is recorded or checked")
