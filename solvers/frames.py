@@ -181,9 +181,6 @@ class Frames:
                 workspace = op.workspace_in_region_bytes if nested else op.forward_workspace_bytes
                 levels.append((i, level + workspace))
             level -= dying.pop(i, 0)
-        if partial is not None and ops[partial].stop_peak_bytes:
-            made = sum(nbytes[s] for s in graph.produced[partial])
-            levels[-1] = (partial, level - made + ops[partial].stop_peak_bytes)
         if any(c.region.start == stop and c.random for c in children):
             # The call at which the replay ends saves its random state before its inputs.
             levels.append((stop, level + state))

@@ -85,6 +85,8 @@ def make_graph(problem: Problem) -> Graph:
         for storage in storages:
             first_read[storage] = min(first_read[storage], index)
             last_use[storage] = max(last_use[storage], index)
+    for storage in problem.forward_held:
+        last_use[storage] = max(last_use[storage], size - 1)
     for storage in outputs:
         last_use[storage] = size
     packs = tuple(op.packs or bool(op.saved) for op in problem.ops)

@@ -102,8 +102,8 @@ class Op:
         The same where autograd saves nothing, as in the forward of a region: negative where an
         op of several steps need not keep what it hides. None: as ``forward_workspace_bytes``.
     backward_workspace_bytes : int
-        The same as ``forward_workspace_bytes`` for its backward, above its saved storages, the gradients of its outputs and
-        all of ``gradient_bytes``. Negative where an op of several steps frees what it hid
+        The same as ``forward_workspace_bytes`` for its backward, above its saved storages, the
+        gradients of its outputs and all of ``gradient_bytes``. Negative where an op of several steps frees what it hid
         before the last of its gradients is made.
     stop_peak_bytes : int
         Most bytes alive at once above its inputs when it runs only until the last of its saved
@@ -176,6 +176,9 @@ class Problem:
     boundaries : tuple of bool
         ``boundaries[i]`` tells whether a region may start or stop before op ``i``;
         ``len(ops) + 1`` entries. False inside a stretch that writes a storage in place.
+    forward_held : tuple of int
+        Storages that live to the end of forward whoever reads them: autocast's copies of
+        weights. A replay that makes them again holds them to its own end.
     random_state_bytes : int
         What a region with a random op keeps on the device for its generator state.
     signature : str
@@ -193,6 +196,7 @@ class Problem:
     buffer_bytes: int = 0
     batch_bytes: int = 0
     gradient_bytes: int = 0
+    forward_held: tuple[int, ...] = ()
     random_state_bytes: int = 0
     signature: str = ""
 

@@ -77,6 +77,7 @@ class Replay:
         self.dropped = np.array([op.workspace_in_region_bytes for op in problem.ops], np.int64)
         self._plain_forward = self._forward_levels()
         self._pairs = self._saved_pairs()
+        self.search: object = None
 
     def _forward_levels(self) -> Levels:
         """Return the forward levels when nothing is kept, workspaces aside."""

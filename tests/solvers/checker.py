@@ -8,6 +8,7 @@ lifetime: CPython's reference counts do.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 
@@ -15,9 +16,11 @@ class Meter:
     def __init__(self):
         self.level = 0
         self.peak = 0
+        self.muted = False
 
     def note(self, extra=0):
-        self.peak = max(self.peak, self.level + extra)
+        if not self.muted:
+            self.peak = max(self.peak, self.level + extra)
 
 
 class Buffer:
@@ -70,16 +73,17 @@ class ForwardHook:
         self.frame.holders.append(weakref.ref(holder))
         return holder
 
+    def is_last(self):
+        return False
+
     def unpack(self, runtime, holder):
         frame = self.frame
         if not frame.replayed:
             arguments = {}
             for packed, hook in frame.arguments:
                 arguments.update(hook.unpack(runtime, packed) if hook else packed)
-            try:
+            with contextlib.suppress(Stop):
                 runtime.replay(frame, arguments)
-            except Stop:
-                pass
             frame.replayed = True
         return frame.recomputed.pop(holder)
 
@@ -97,6 +101,9 @@ class ReplayHook:
         if frame.counter == len(frame.holders):
             raise Stop
         return payload
+
+    def is_last(self):
+        return self.frame.counter + 1 == len(self.frame.holders)
 
     def unpack(self, runtime, packed):
         raise AssertionError("the graph of a replay is never differentiated")
@@ -147,9 +154,18 @@ class Runtime:
             self.pack(node, op, before, hook)
         if self.replaying:
             self.recomputed_ops += 1
+        stops = packs and op.stop_peak_bytes and hook is not None and hook.is_last()
+        self.meter.muted = True
         for s in made:
             made[s] = Buffer(self.meter, problem.storages[s].nbytes)
-        self.meter.note(op.forward_workspace_bytes)
+        self.meter.muted = False
+        if stops:
+            self.meter.note(op.stop_peak_bytes - sum(b.nbytes for b in made.values()))
+        else:
+            dropped = isinstance(hook, ForwardHook) and op.dropped_workspace_bytes is not None
+            self.meter.note(
+                op.dropped_workspace_bytes if dropped else op.forward_workspace_bytes
+            )
         if packs and not (saves_inputs_only and op.stop_cost == 0):
             if self.replaying:
                 self.recompute_cost += op.stop_cost

@@ -1,0 +1,202 @@
+"""What no schedule can go below, however nested or repeated its recomputations are."""
+
+from __future__ import annotations
+
+import math
+
+import pulp
+
+from solvers.errors import InfeasibleError
+from solvers.graph import Graph
+from solvers.problem import Problem
+from solvers.simulate import NOTHING, Replay, replay_of
+
+_INSTANTS = 6
+_SLACK = 1e-6
+
+
+def peak_bound(problem: Problem) -> int:
+    """Return bytes below which no schedule exists, fixed bytes included.
+
+    At every op its inputs, outputs and workspace are alive together; at every backward what
+    the op saved and the gradients in flight; at all times what the caller already holds.
+
+    Examples
+    --------
+    >>> from solvers.problem import Op, Storage, Value
+    >>> peak_bound(Problem(
+    ...     ops=(Op(name="y", inputs=(0,), outputs=(1,)),),
+    ...     values=(Value(storage=0), Value(storage=1)),
+    ...     storages=(Storage(nbytes=8), Storage(nbytes=4, producer=0)),
+    ...     outputs=(1,), loss=1, boundaries=(True, True), batch_bytes=8))
+    12
+    """
+    replay = replay_of(problem)
+    graph = replay.graph
+    top = problem.fixed_bytes
+    held = frozenset(graph.outputs)
+    for i, op in enumerate(problem.ops):
+        alive = {s for s in held if graph.producer[s] < i}
+        alive.update(graph.reads[i], graph.produced[i])
+        level = sum(graph.nbytes[s] for s in alive) 
+        level += min(op.forward_workspace_bytes, op.workspace_in_region_bytes)
+        top = max(top, problem.fixed_bytes + level)
+        for mode in (0, 1):
+            if graph.reached[i]:
+                level = sum(graph.nbytes[s] for s in held | set(graph.saved[i]))
+                top = max(top, int(replay.instant[mode][i]) + level)
+                level = sum(graph.nbytes[s] for s in held)
+                top = max(top, int(replay.after[mode][i]) + level)
+    return top
+
+
+def bound(problem: Problem, budget_bytes: int) -> int:
+    """Return a recompute cost that no schedule can go below at this budget.
+
+    Parameters
+    ----------
+    problem : Problem
+    budget_bytes : int
+        Peak, fixed bytes included.
+
+    Returns
+    -------
+    int
+        In the problem's unit of cost.
+
+    Raises
+    ------
+    InfeasibleError
+        If no schedule of any kind fits.
+
+    Notes
+    -----
+    At an instant of backward only so many bytes are alive; of what the ops still to come saved,
+    everything else must be made again, and so must what its producers need and lack. As a
+    linear program (a storage is kept, an op runs again, each between 0 and 1) that is a bound;
+    the largest over the loss and a few instants of backward is returned. An op whose own saved
+    tensor alone is wanted is charged its ``stop_cost``.
+    """
+    replay = replay_of(problem)
+    least = peak_bound(problem)
+    if budget_bytes < least:
+        raise InfeasibleError(
+            f"No schedule of any kind fits {budget_bytes} bytes: at least {least} are needed.",
+            budget_bytes=budget_bytes,
+            bound_bytes=least,
+        )
+    if replay.price(())[0] <= budget_bytes:
+        return 0
+    reached = [i for i in range(replay.graph.size) if replay.graph.reached[i]]
+    instants = {reached[len(reached) * k // _INSTANTS] for k in range(1, _INSTANTS)}
+    costs = [
+        _cost_at(replay, budget_bytes, instant)
+        for instant in (replay.graph.size, *sorted(instants))
+    ]
+    return max(costs)
+
+
+def _cost_at(replay: Replay, budget_bytes: int, instant: int) -> int:
+    """Solve the linear program at the backward of op ``instant``; at the loss if past all."""
+    graph, ops = replay.graph, replay.problem.ops
+    alive = set(graph.saved[instant]) if instant < graph.size else set()
+    room = budget_bytes - _level(replay, instant)
+    held = alive | set(graph.outputs)
+    room -= sum(graph.nbytes[s] for s in held)
+    if room < 0:
+        return 0
+    wanted = _Program(graph, held)
+    for i in range(min(instant, graph.size)):
+        if graph.reached[i] and graph.packs[i]:
+            for s in graph.saved[i]:
+                wanted.want(s, whole=graph.producer[s] != i)
+    cost = pulp.lpSum(
+        partly * ops[i].stop_cost + wanted.whole[i] * (ops[i].cost - ops[i].stop_cost)
+        for i, partly in wanted.part.items()
+    )
+    model = pulp.LpProblem("bound", pulp.LpMinimize)
+    model += cost
+    for row in wanted.rows:
+        model += row
+    scale = max(room, 1)
+    model += (
+        pulp.lpSum(kept * (graph.nbytes[s] / scale) for s, kept in wanted.kept.items())
+        <= room / scale + _SLACK
+    )
+    model.solve(make_backend())
+    if model.sol_status != pulp.LpSolutionOptimal or not wanted.part:
+        return 0
+    return max(0, math.floor(pulp.value(cost) * (1 - _SLACK)))
+
+
+def _level(replay: Replay, instant: int) -> int:
+    """Return fixed bytes and gradients at an instant, in the mode that leaves less room."""
+    problem = replay.problem
+    if instant == replay.graph.size:
+        return max(replay.bases) + problem.values[problem.loss].gradient_bytes
+    return max(int(levels[instant]) for levels in replay.instant if levels[instant] > NOTHING)
+
+
+class _Program:
+    """Variables and rows of the linear program, made where they are wanted."""
+
+    def __init__(self, graph: Graph, held: set[int]) -> None:
+        self.graph = graph
+        self.held = held
+        self.kept: dict[int, pulp.LpVariable] = {}
+        self.part: dict[int, pulp.LpVariable] = {}
+        self.whole: dict[int, pulp.LpVariable] = {}
+        self.rows: list[pulp.LpConstraint] = []
+        self._needed: set[int] = set()
+
+    def want(self, storage: int, *, whole: bool) -> None:
+        """Demand that a storage is kept or made again (by a whole run of its producer)."""
+        if storage in self.held:
+            return
+        run = self._run(self.graph.producer[storage], whole)
+        self.rows.append(self._keep(storage) + run >= 1)
+
+    def _keep(self, storage: int) -> pulp.LpVariable:
+        if storage not in self.kept:
+            self.kept[storage] = pulp.LpVariable(f"keep_{storage}", 0, 1)
+        return self.kept[storage]
+
+    def _run(self, op: int, whole: bool) -> pulp.LpVariable:
+        self._add_op(op)
+        return self.whole[op] if whole else self.part[op]
+
+    def _add_op(self, op: int) -> None:
+        """Add an op that may run again, and all that this may bring with it."""
+        pending = [op]
+        while pending:
+            i = pending.pop()
+            if i in self.part:
+                continue
+            self.part[i] = pulp.LpVariable(f"part_{i}", 0, 1)
+            self.whole[i] = pulp.LpVariable(f"whole_{i}", 0, 1)
+            self.rows.append(self.part[i] >= self.whole[i])
+            pending += [
+                self.graph.producer[s] for s in self.graph.reads[i] if s not in self.held
+            ]
+            self._needed.add(i)
+        for i in sorted(self._needed):
+            for s in self.graph.reads[i]:
+                if s not in self.held:
+                    source = self.whole[self.graph.producer[s]]
+                    self.rows.append(self._keep(s) + source >= self.part[i])
+        self._needed.clear()
+
+
+def make_backend(
+    *, seconds: float | None = None, exact: bool = False
+) -> pulp.LpSolver:
+    """Return HiGHS where it is installed, else the CBC that comes with PuLP."""
+    options: dict[str, float] = {}
+    if seconds is not None:
+        options["timeLimit"] = seconds
+    if exact:
+        options["gapRel"] = 0.0
+    highs = pulp.HiGHS(msg=False, threads=1, **options)
+    if highs.available():
+        return highs
+    return pulp.PULP_CBC_CMD(msg=False, threads=1, **options)
