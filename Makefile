@@ -15,7 +15,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m autockpt demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -17,7 +17,8 @@ from solvers.prediction import Prediction
 from solvers.problem import Op, Problem
 
 _WIDTH = 100
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+# A part of a dotted path that counts: ``3``, or ``3-4`` for a region over several layers.
+_INDEX = re.compile(r"(?<![^.])\d+(?:-\d+)?(?![^.])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,15 +307,23 @@ def _until_early_stop(ops: tuple[Op, ...]) -> tuple[int, int]:
 
 
 def _common_module(ops: tuple[Op, ...]) -> str:
-    paths = [op.module.split(".") for op in ops if op.module]
+    """Return ``h.3.attn`` for ops of one module, ``h.3-4`` for layers, else first and last."""
+    paths = [tuple(op.module.split(".")) for op in ops if op.module]
     if not paths:
         return "(top)"
-    common = []
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common) or f"{'.'.join(paths[0])} .. {'.'.join(paths[-1])}"
+    depth = 0
+    while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
+        depth += 1
+    common, nexts = paths[0][:depth], [path[depth : depth + 1] for path in paths]
+    if all(name and name[0].isdigit() for name in nexts):
+        return ".".join((*common, f"{nexts[0][0]}-{nexts[-1][0]}"))
+    return ".".join(common) or f"{_layer(paths[0])} .. {_layer(paths[-1])}"
+
+
+def _layer(path: tuple[str, ...]) -> str:
+    """Return a path up to its first index: ``down_blocks.0``."""
+    depth = next((depth for depth, name in enumerate(path, 1) if name.isdigit()), len(path))
+    return ".".join(path[:depth])
 
 
 def _base(source: str) -> str:
@@ -331,7 +340,7 @@ def _ratio(part: int, whole: int) -> float:
 def _region_table(report: Report) -> Table:
     table = Table(title="Regions that run again in backward", title_justify="left")
     table.add_column("module", overflow="fold")
-    table.add_column("source", overflow="fold")
+    table.add_column("source", no_wrap=True)
     for name in ("regions", "ops", "frees", "runs again"):
         table.add_column(name, justify="right")
     table.add_column("random")
@@ -360,23 +369,24 @@ def _alike(rows: tuple[RegionRow, ...]) -> list[list[RegionRow]]:
 
 
 def _module_range(rows: list[RegionRow]) -> str:
+    """Name alike regions together: ``h.{0-3,7}.mlp``."""
     modules = list(dict.fromkeys(row.module for row in rows))
-    if len(modules) == 1:
+    columns = list(zip(*(_INDEX.findall(module) for module in modules), strict=True))
+    moving = [column for column in columns if len(set(column)) > 1]
+    if not moving:
         return modules[0]
-    numbers = [[int(number) for number in _INDEX.findall(module)] for module in modules]
-    moving = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
-    if len(moving) != 1:
+    if len(moving) > 1 or not all(index.isdigit() for index in moving[0]):
         return f"{modules[0]} .. {modules[-1]}"
-    texts = iter(zip(*numbers, strict=True))
+    texts = iter(columns)
 
     def spell(_: re.Match[str]) -> str:
         column = next(texts)
-        return str(column[0]) if len(set(column)) == 1 else f"{{{_spans(column)}}}"
+        return f"{{{_spans(map(int, column))}}}" if column is moving[0] else column[0]
 
     return _INDEX.sub(spell, modules[0])
 
 
-def _spans(numbers: tuple[int, ...]) -> str:
+def _spans(numbers: Iterable[int]) -> str:
     """Write ``0, 1, 2, 5`` as ``0-2,5``."""
     spans: list[list[int]] = []
     for number in numbers:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+
+import pytest
 
 from autockpt.report import Report, make_report
 from autockpt.units import Budget
@@ -57,8 +60,8 @@ def chain() -> Problem:
     )
 
 
-def report_of(plan: Plan, **fields: object) -> Report:
-    problem = chain()
+def report_of(plan: Plan, *, problem: Problem | None = None, **fields: object) -> Report:
+    problem = problem or chain()
     budget = Budget(peak_bytes=123_456, text="50%")
     return make_report(
         problem,
@@ -97,9 +100,29 @@ def test_rows_say_where_and_what() -> None:
     (row, *_) = report_of(Plan.flat([(2, 4)])).regions
     assert row.freed_bytes == 3 * WIDE - 2 * WIDE - STATE
     (row, *_) = report_of(Plan.flat([(3, 5)])).regions
-    assert row.module == "h"
+    assert row.module == "h.0-1"
     (row, *_) = report_of(Plan.flat([(15, 17)])).regions
     assert row.module == "h.3.down"
+
+
+@pytest.mark.parametrize(
+    ("modules", "name"),
+    [
+        (("h.1.mlp", "h.1.mlp"), "h.1.mlp"),
+        (("h.1.mlp.up", "h.1.mlp"), "h.1.mlp"),
+        (("h.1.mlp", "h.1.attn"), "h.1"),
+        (("h.1.mlp", "h.2.attn", "h.3.attn"), "h.1-3"),
+        (("embed.tokens", "h.0.attn.q"), "embed.tokens .. h.0"),
+        (("", "h.0"), "h.0"),
+        (("", ""), "(top)"),
+    ],
+)
+def test_a_region_is_named_after_what_it_covers(modules: tuple[str, ...], name: str) -> None:
+    problem = chain()
+    ops = [replace(op, module=module) for op, module in zip(problem.ops, modules, strict=False)]
+    problem = replace(problem, ops=(*ops, *problem.ops[len(ops) :]))
+    (row,) = report_of(Plan.flat([(0, len(modules))]), problem=problem).regions
+    assert row.module == name
 
 
 def test_nested_regions_are_rows_of_their_own() -> None:
