@@ -55,6 +55,7 @@ def lower(capture: Capture, profile: Profile) -> Problem:
         buffer_bytes=profile.buffer_bytes,
         batch_bytes=profile.batch_bytes,
         gradient_bytes=profile.gradient_bytes,
+        forward_held=tuple(table.forward_held),
         random_state_bytes=_CPU_RANDOM_STATE_BYTES if profile.device_type == "cpu" else 0,
         signature=capture.signature,
     )
@@ -72,6 +73,7 @@ class _Table:
     results_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     external_values: dict[int, int] = field(default_factory=dict)
     external_storages: dict[int, int] = field(default_factory=dict)
+    forward_held: list[int] = field(default_factory=list)
 
     def add_external(self, node: fx.Node, external: External) -> None:
         """A tensor that is there before: one value an object, one storage an allocation."""
@@ -182,6 +184,7 @@ class _Table:
         for nbytes in facts.hidden_bytes:
             hidden.append(len(self.storages))
             self.storages.append(Storage(nbytes=nbytes, producer=index))
+        self.forward_held += [hidden[number] for number in facts.cached]
         return tuple(results), tuple(hidden)
 
     def _same_value(self, result: Result, arguments: tuple[int, ...]) -> int | None:

@@ -128,6 +128,7 @@ def measure(
         fixed = fixed_bytes(model, tensors)
         try:
             set_gradients(model, tensors, gradients)
+            torch.clear_autocast_cache()
             peak = peak_of(step, device)
             seconds = min(_timed(step, model, tensors, gradients, device) for _ in range(repeats))
         except torch.OutOfMemoryError as error:
@@ -155,7 +156,10 @@ class _Step:
     def __call__(self) -> None:
         # The output is held to the end of backward, as most training loops do.
         output = self.model(*self.args, **self.kwargs)
-        loss_of(output, self.loss).backward()
+        loss = loss_of(output, self.loss)
+        # As if the caller's autocast block ended here, which is where it should.
+        torch.clear_autocast_cache()
+        loss.backward()
 
 
 def _timed(

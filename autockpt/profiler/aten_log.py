@@ -36,12 +36,15 @@ class AtenLog(TorchDispatchMode):
     tally : Tally
     random : bool
         Whether a call drew from a default generator.
+    casts : list of (Tensor, Tensor)
+        Copies in another dtype, source and result, as autocast makes them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.tally = Tally()
         self.random = False
+        self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self,
@@ -54,6 +57,8 @@ class AtenLog(TorchDispatchMode):
         out = func(*args, **kwargs)
         if _draws(func, args, kwargs):
             self.random = True
+        if func is _ATEN._to_copy.default:
+            self.casts.append((args[0], out))
         if not func.is_view:
             self.tally.calls += 1
             self.tally.nbytes += sum(

@@ -51,11 +51,13 @@ class ArgumentGradient:
 class OpFacts:
     """Everything measured on one distinct op. Arguments are numbered in order of appearance.
 
+    ``cached`` are the hidden storages that autocast keeps: casts of weights.
     Bytes are exact, costs are integer ns of the chosen cost, FLOPs are raw.
     """
 
     results: tuple[Result, ...] = ()
     hidden_bytes: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
     saved: tuple[Ref, ...] = ()
     packs: bool = False
     forward_workspace_bytes: int = 0

@@ -221,6 +221,11 @@ class _Runner(fx.Interpreter):  # type: ignore[misc]
                 for argument, tensor in zip(nodes, tensors, strict=True)
                 if argument in written
             ),
+            external=frozenset(
+                id(tensor)
+                for argument, tensor in zip(nodes, tensors, strict=True)
+                if argument in self.externals
+            ),
         )
         measured = not isinstance(self._watch, NullMeter)
         return rehearse(subject, self._watch, self._cost, timed=self._timed, measured=measured)

@@ -135,7 +135,8 @@ class Subject:
     """The op to rehearse: its call, its real arguments, and what the capture says of them.
 
     ``differentiable`` are the ids of tensor arguments that require grad in the real step;
-    ``written`` the ids of those that the op writes in place (it gets copies of these).
+    ``written`` the ids of those that the op writes in place (it gets copies of these);
+    ``external`` the ids of those that are there before the step (parameters, the batch).
     """
 
     name: str
@@ -145,6 +146,7 @@ class Subject:
     kwargs: dict[str, Any]
     differentiable: frozenset[int]
     written: frozenset[int]
+    external: frozenset[int] = frozenset()
     tensors: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,10 +222,14 @@ def _logged_run(subject: Subject) -> _Logged:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = subject.call(*args, **kwargs)
     results, returned = _results(subject, leaves, out)
-    storages = _number_storages(leaves, results, packed)
+    cached = _cached_casts(subject, leaves, log)
+    storages = _number_storages(leaves, results, [*packed, *cached])
     saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in packed))
-    hidden = {storages[storage_of(t)].index: storage_bytes(t) for t in packed
-              if storages[storage_of(t)].kind == "hidden"}
+    hidden = {
+        storages[storage_of(tensor)].index: storage_bytes(tensor)
+        for tensor in (*packed, *cached)
+        if storages[storage_of(tensor)].kind == "hidden"
+    }
     shown = tuple(
         Result(
             storage=storages[storage_of(result)],
@@ -245,6 +251,9 @@ def _logged_run(subject: Subject) -> _Logged:
     facts = OpFacts(
         results=shown,
         hidden_bytes=tuple(hidden[index] for index in sorted(hidden)),
+        cached=tuple(
+            ref.index for ref in (storages[storage_of(t)] for t in cached) if ref.kind == "hidden"
+        ),
         saved=saved,
         packs=bool(packed),
         random=log.random,
@@ -252,10 +261,30 @@ def _logged_run(subject: Subject) -> _Logged:
     )
     forward = log.tally.copy()
     differentiable = [i for i, result in enumerate(results) if result.requires_grad]
-    del packed
+    del packed, cached
+    log.casts.clear()
+    torch.clear_autocast_cache()
     fresh, gradients, flops = _logged_backward(results, differentiable, edges)
     facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
     return _Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
+
+
+def _cached_casts(
+    subject: Subject, leaves: Sequence[torch.Tensor], log: AtenLog
+) -> list[torch.Tensor]:
+    """Casts that autocast keeps until its block ends: those of float32 leaves that require grad."""
+    if not torch.is_autocast_cache_enabled():
+        return []
+    kept = {
+        storage_of(leaf)
+        for leaf, tensor in zip(leaves, subject.tensors, strict=True)
+        if leaf.requires_grad and id(tensor) in subject.external
+    }
+    return [
+        cast
+        for source, cast in log.casts
+        if storage_of(source) in kept and source.dtype is torch.float32 is not cast.dtype
+    ]
 
 
 def _results(
@@ -341,6 +370,8 @@ def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
     watch.mark(f"{subject.name}.forward")
     out = subject.call(*args, **kwargs)
     watch.mark(f"{subject.name}.forward.end")
+    # The autocast block that a real step has around its forward ends before backward.
+    torch.clear_autocast_cache()
     wanted = [edge for edge in edges if edge is not None]
     if not differentiable or not wanted:
         return False
@@ -372,6 +403,7 @@ def _stopped_run(subject: Subject, watch: Meter) -> int:
     watch.mark(f"{subject.name}.stop")
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         subject.call(*args, **kwargs)
+    torch.clear_autocast_cache()
     return packs
 
 
@@ -382,6 +414,7 @@ def _dropped_run(subject: Subject, watch: Meter) -> None:
     with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         subject.call(*args, **kwargs)
     watch.mark(f"{subject.name}.dropped.end")
+    torch.clear_autocast_cache()
 
 
 def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
