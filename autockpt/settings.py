@@ -90,6 +90,7 @@ class Lost:
     name: str
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse, and say what to do."""
         raise CaptureError(
             f"The model was planned with {self.argument}={self.name}, which could not be pickled "
             f"with it. Call autockpt.optimize(model, ..., {self.argument}=...) again."

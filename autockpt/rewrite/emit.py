@@ -192,7 +192,7 @@ class Emitter:
         arguments.append("use_reentrant=False")
         arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
         if any(written_statistics(self._ops[i]) for i in inside):
-            arguments.append("context_fn=once")
+            arguments.append("**once()")
         call = f"checkpoint({', '.join(arguments)})"
         if not scope.returns:
             return call

@@ -8,6 +8,7 @@ number of saved tensors, and the statistic has moved once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
@@ -21,6 +22,8 @@ _NORMS = frozenset({torch.batch_norm, torch.instance_norm})
 
 # Per thread: on a GPU, backward and with it the recomputation runs in a thread of its own.
 _local = threading.local()
+
+_Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 class _Recomputing:
@@ -38,9 +41,16 @@ class _Recomputing:
         _local.depth -= 1
 
 
-def once() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Give the contexts of forward and recomputation: the ``context_fn`` of a region."""
+def _contexts() -> _Contexts:
     return nullcontext(), _Recomputing()
+
+
+def once() -> dict[str, Callable[[], _Contexts]]:
+    """Give the arguments of ``checkpoint`` for a region that writes statistics.
+
+    A compiler runs no region twice, it copies ops and writes at the end: nothing to do.
+    """
+    return {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
 
 
 def statistic(buffer: torch.Tensor) -> torch.Tensor:
@@ -51,14 +61,14 @@ def statistic(buffer: torch.Tensor) -> torch.Tensor:
     >>> mean = torch.zeros(2)
     >>> statistic(mean) is mean
     True
-    >>> _, recomputation = once()
+    >>> _, recomputation = once()["context_fn"]()
     >>> with recomputation:
     ...     statistic(mean) is mean
     False
     """
-    if getattr(_local, "depth", 0) > 0:
-        return buffer.detach().clone()
-    return buffer
+    if torch.compiler.is_compiling() or getattr(_local, "depth", 0) == 0:
+        return buffer
+    return buffer.detach().clone()
 
 
 def written_statistics(node: fx.Node) -> list[fx.Node]:

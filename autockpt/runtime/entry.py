@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from autockpt.capture.guards import GuardMiss
 from autockpt.lower import op_nodes
@@ -15,7 +16,7 @@ from autockpt.pipeline import Step
 from autockpt.rewrite import is_guard
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """A planned step, and how it is called.
 
@@ -26,6 +27,7 @@ class Entry:
 
     step: Step
 
+    @_disable_dynamo(recursive=False)
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the emitted forward.
 
@@ -35,8 +37,7 @@ class Entry:
             The recorded branch is not the one to take. Random state and buffers are as they
             were before the call.
         """
-        tensors = self.step.capture.inputs.tensors(args, kwargs)
-        before = _Before.of(self.step, module, tensors) if self.step.program.has_guards else None
+        tensors, before = self._begin(module, args, kwargs)
         try:
             outputs = self.step.program.forward(module, *tensors)
         except GuardMiss as miss:
@@ -44,6 +45,18 @@ class Entry:
                 before.restore()
             # The traceback holds the frames, and they all tensors of the aborted forward.
             raise miss.with_traceback(None) from None
+        return self._end(outputs)
+
+    @_disable_dynamo
+    def _begin(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[torch.Tensor, ...], _Before | None]:
+        tensors = self.step.capture.inputs.tensors(args, kwargs)
+        guarded = self.step.program.has_guards
+        return tensors, _Before.of(self.step, module, tensors) if guarded else None
+
+    @_disable_dynamo
+    def _end(self, outputs: tuple[Any, ...]) -> Any:
         return self.step.capture.outputs.build(outputs)
 
     def stream(self) -> tuple[str, ...]:

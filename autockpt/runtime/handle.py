@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from autockpt.capture.guards import GuardMiss
@@ -100,6 +101,8 @@ class Handle:
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (self.settings, self._plan, self._report, self._budget)
 
+    # Under torch.compile this frame is not compiled, the emitted forward below it is.
+    @_disable_dynamo(recursive=False)
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a training forward of ``module``, planned.
 
@@ -108,20 +111,26 @@ class Handle:
         CaptureError, InfeasibleError
             If the call is new and cannot be planned.
         """
-        fitting = [e for e in self._entries if e.step.capture.key.matches(module, args, kwargs)]
-        if not fitting and not _anything_to_train(module, args, kwargs):
-            with originals():
-                return module(*args, **kwargs)
+        tried: list[Entry] = []
         missed: GuardMiss | None = None
-        for entry in fitting:
+        while True:
+            entry = self._fitting(module, args, kwargs, tried)
+            recorded = entry is None
+            if entry is None and not tried and not _anything_to_train(module, args, kwargs):
+                with originals():
+                    return module.forward(*args, **kwargs)
+            if entry is None:
+                entry = self._anew(module, args, kwargs, tried, missed)
             try:
                 output = entry.run(module, args, kwargs)
             except GuardMiss as miss:
-                missed = miss
+                # Without its traceback, which holds this frame and all of the aborted forward.
+                missed = miss.with_traceback(None)
+                tried.append(entry)
             else:
-                self._used(entry)
+                if not recorded:
+                    self._hit(entry)
                 return output
-        return self._run_anew(module, args, kwargs, fitting, missed)
 
     def prepare(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
         """Record and plan a step, and keep it."""
@@ -138,27 +147,41 @@ class Handle:
             self._budget = entry.step.budget
         return entry
 
-    def _run_anew(
+    @_disable_dynamo
+    def _fitting(
         self,
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        fitting: Sequence[Entry],
+        tried: Sequence[Entry],
+    ) -> Entry | None:
+        for entry in self._entries:
+            if entry not in tried and entry.step.capture.key.matches(module, args, kwargs):
+                return entry
+        return None
+
+    @_disable_dynamo
+    def _anew(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tried: Sequence[Entry],
         missed: GuardMiss | None,
-    ) -> Any:
-        seen = {entry.stream() for entry in fitting}
-        while True:
+    ) -> Entry:
+        with self._lock:
+            # Another thread may have planned it while this one waited.
+            entry = self._fitting(module, args, kwargs, tried)
+            if entry is not None:
+                return entry
             try:
                 entry = self.prepare(module, args, kwargs)
             except ForwardError as error:
                 # In training, the model's own error is what its callers know.
                 raise (error.__cause__ or error) from None
-            self._count_miss(missed, changed=entry.stream() not in seen)
-            seen.add(entry.stream())
-            try:
-                return entry.run(module, args, kwargs)
-            except GuardMiss as miss:
-                missed = miss
+            streams = {other.stream() for other in tried}
+            self._count_miss(missed, changed=entry.stream() not in streams)
+            return entry
 
     def _count_miss(self, missed: GuardMiss | None, *, changed: bool) -> None:
         self._idle_misses = 0 if missed is None or changed else self._idle_misses + 1
@@ -171,7 +194,7 @@ class Handle:
                 f"leave the part that asks for it out of the module that is optimized."
             ) from missed
 
-    def _used(self, entry: Entry) -> None:
+    def _hit(self, entry: Entry) -> None:
         self._idle_misses = 0
         if self._entries and self._entries[0] is not entry:
             with self._lock:

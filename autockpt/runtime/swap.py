@@ -37,7 +37,7 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
 def adopt(module: ModuleT, handle: Handle) -> ModuleT:
     """Turn a module, in place, into one whose training forward is planned."""
     original = original_class(type(module))
-    module.__class__ = optimized_class(original)
+    _set_class(module, optimized_class(original))
     # Not through nn.Module.__setattr__: some classes have a say in what may be set.
     object.__setattr__(module, ATTRIBUTE, handle)
     return module
@@ -46,9 +46,13 @@ def adopt(module: ModuleT, handle: Handle) -> ModuleT:
 def release(module: ModuleT) -> ModuleT:
     """Undo ``adopt``, in place."""
     if is_optimized(module):
-        module.__class__ = original_class(type(module))
+        _set_class(module, original_class(type(module)))
         object.__delattr__(module, ATTRIBUTE)
     return module
+
+
+def _set_class(module: Any, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
 
 
 def optimized_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -73,7 +77,8 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         return _reduce(self, super(made, self).__reduce_ex__(protocol))
 
     names = ("__module__", "__qualname__", "__doc__")
-    made: type[nn.Module] = type(original)(
+    metaclass: Any = type(original)
+    made: type[nn.Module] = metaclass(
         original.__name__,
         (original,),
         {
