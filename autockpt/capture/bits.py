@@ -19,6 +19,6 @@ def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements, in order."""
+    """Return the bytes of a tensor's elements, in order."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -13,11 +13,27 @@ from autockpt.capture.stream import leaves
 # Functions whose result has a shape that depends on values. `tests` holds this against the
 # tag `dynamic_output_shape` of the ATen ops.
 DYNAMIC = frozenset(
-    """
-    nonzero nonzero_static argwhere masked_select unique unique_consecutive _unique _unique2
-    unique_dim repeat_interleave bincount one_hot where tensor_split combinations
-    _pack_padded_sequence _pad_packed_sequence histogramdd ctc_loss
-    """.split()
+    [
+        "nonzero",
+        "nonzero_static",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "repeat_interleave",
+        "bincount",
+        "one_hot",
+        "where",
+        "tensor_split",
+        "combinations",
+        "_pack_padded_sequence",
+        "_pad_packed_sequence",
+        "histogramdd",
+        "ctc_loss",
+    ]
 )
 
 
@@ -26,7 +42,7 @@ STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 
 
 def version(tensor: torch.Tensor) -> int:
-    """A tensor's version counter; inference tensors have none."""
+    """Read a tensor's version counter; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

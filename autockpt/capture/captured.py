@@ -82,6 +82,9 @@ class Capture:
         Digest of the stream of calls, shapes aside.
     notes : tuple of str
         Remarks for the report (user checkpoints dissolved, ...).
+    writes : tuple of str
+        Parameters that the forward writes in place (an embedding with ``max_norm``). Buffers
+        that are written are not listed: they are few, and small.
     """
 
     graph: fx.Graph
@@ -91,3 +94,4 @@ class Capture:
     ambient: Any
     signature: str
     notes: tuple[str, ...] = field(default=())
+    writes: tuple[str, ...] = field(default=())

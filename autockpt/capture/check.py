@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import fx
 from autockpt.capture.bits import as_bytes, identical
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import GuardMiss
-from autockpt.capture.paths import tensors_within
+from autockpt.capture.patches import patched
+from autockpt.capture.paths import read_path, tensors_within
 from autockpt.capture.recorder import Recorder
 from autockpt.capture.refusals import drop, gone
 from autockpt.capture.replay import replay
 from autockpt.capture.restore import RandomState, untraced
-from autockpt.capture.patches import patched
 from autockpt.capture.stream import Stream
 from autockpt.capture.tree import Template
 from autockpt.errors import CaptureError
@@ -74,7 +75,9 @@ def check(
     for second in (False, True):
         batch = _Batch(args, kwargs, redraw=second)
         try:
-            plain = _run(capture, model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1])
+            plain = _run(
+                capture, model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1]
+            )
         except Exception:
             if second:
                 return
@@ -104,9 +107,7 @@ def check(
 class _Batch:
     """The recorded arguments with fresh tensors at every run."""
 
-    def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, redraw: bool
-    ) -> None:
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, redraw: bool) -> None:
         self._template, tensors = Template.describe((tuple(args), dict(kwargs)))
         generator = torch.Generator().manual_seed(0)
         self._tensors = [redrawn(t, generator) if redraw else t for t in tensors]
@@ -161,6 +162,8 @@ def _run(
     args, kwargs = batch.fresh(own)
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
+        for target in capture.writes:
+            trace.before_write(read_path(model, target), known=True)
         for generator in _generators(capture.graph):
             trace.keep_generator(generator)
         with hooks:
@@ -193,7 +196,7 @@ def _difference(plain: _Run, ours: _Run) -> str:
 
 
 def graph_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
-    """The first place where two autograd graphs differ, or an empty string.
+    """Find the first place where two autograd graphs differ, or return an empty string.
 
     Nodes are compared by name, by what they lead to, and at the leaves by the parameter.
     """
@@ -235,10 +238,8 @@ def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with untraced(model, args, kwargs), torch.enable_grad(), hooks:
         tensors = capture.inputs.tensors(args, kwargs)
-        try:
+        with suppress(GuardMiss):
             replay(capture, model, tensors, visit=lambda n, v: ours.update({n: fingerprint(v)}))
-        except GuardMiss:
-            pass
     args, kwargs = batch.fresh(own)
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
         stream = Stream(model, args, kwargs)

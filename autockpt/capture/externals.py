@@ -42,7 +42,7 @@ class Externals:
         self._attributes: dict[int, torch.Tensor] = {}
 
     def get(self, tensor: torch.Tensor) -> External | None:
-        """The attribute that `tensor` is, if it is known already."""
+        """Return the attribute that `tensor` is, if it is known already."""
         return self._known.get(id(tensor))
 
     def search(self, tensor: torch.Tensor) -> External | None:

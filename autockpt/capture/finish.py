@@ -40,7 +40,7 @@ def finish(
     graph.output(outputs)
     for node in reversed(list(graph.nodes)):
         unread = not node.users
-        if unread and (node.op == "get_attr" or node.target is operator.getitem and _picks(node)):
+        if unread and (node.op == "get_attr" or (node.target is operator.getitem and _picks(node))):
             graph.erase_node(node)
     _move_counters(graph, model)
     graph.lint()
@@ -65,7 +65,7 @@ def _move_counters(graph: fx.Graph, model: torch.nn.Module) -> None:
 
 
 def _is_counter(node: fx.Node) -> bool:
-    """A call that writes tensors of the module, reads nothing else, and is read by nobody."""
+    """Tell a call that writes tensors of the module, reads nothing else, and is not read."""
     sources = node.all_input_nodes
     return (
         node.op in ("call_function", "call_method")

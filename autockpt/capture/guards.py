@@ -8,6 +8,7 @@ that another branch would have been taken.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def ask(kind: str, value: Any) -> Any:
     return _QUESTIONS[kind](value)
 
 
-_QUESTIONS = {
+_QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "int": int,
     "float": float,
@@ -104,7 +105,7 @@ def same(left: object, right: object) -> bool:
 
 
 def freeze_array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
-    """An array as a plain value: dtype, shape and bytes."""
+    """Turn an array into a plain value: dtype, shape and bytes."""
     return str(array.dtype), array.shape, array.tobytes()
 
 

@@ -111,8 +111,9 @@ class _Snapshot:
             self._sequences.append((value, tuple(value)))
             for item in value:
                 self._nested(item, seen)
-        elif not is_atom(value) and isinstance(space := getattr(value, "__dict__", None), dict):
-            if not isinstance(value, torch.Tensor):
+        elif not is_atom(value) and not isinstance(value, torch.Tensor):
+            space = getattr(value, "__dict__", None)
+            if isinstance(space, dict):
                 self._add(space, seen)
 
     def _add(self, space: dict[Any, Any], seen: set[int]) -> None:
@@ -203,7 +204,7 @@ def _device_types(
 
 
 def _modes() -> tuple[int, ...]:
-    """The function modes of the user that are in force, by identity."""
+    """Return the identities of the user's function modes in force."""
     stack = torch.overrides._get_current_function_mode_stack()
     return tuple(id(m) for m in stack if not isinstance(m, torch.utils._device.DeviceContext))
 

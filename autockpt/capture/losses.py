@@ -11,7 +11,7 @@ from autockpt.errors import CaptureError
 
 
 def default_loss(output: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The output's ``.loss``, else a scalar output, else the sum of what is differentiable.
+    """Take the output's ``.loss``, else a scalar output, else the sum of what is differentiable.
 
     Parameters
     ----------

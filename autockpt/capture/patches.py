@@ -32,20 +32,20 @@ class Listener(Protocol):
         """Run an ``autograd.Function``."""
 
     def enter_module(self, module: torch.nn.Module) -> None:
-        """A module is called."""
+        """Take note that a module is called."""
 
     def leave_module(self) -> None:
-        """The module returns or raises."""
+        """Take note that the module returns or raises."""
 
     def note(self, text: str) -> None:
         """Something for the report."""
 
     def refuse(self, reason: str, advice: str) -> Exception:
-        """The error to raise where the model cannot be captured."""
+        """Make the error to raise where the model cannot be captured."""
 
 
 def listener() -> Listener | None:
-    """The recorder of this thread, unless it is paused."""
+    """Return the recorder of this thread, unless it is paused."""
     found: Listener | None = getattr(_ACTIVE, "listener", None)
     return found if found is not None and not found.paused else None
 

@@ -31,6 +31,7 @@ Loss = Callable[[Any], torch.Tensor]
 _ANSWERS = (bool, int, float, complex, str)
 _MAX_ASKED = 4096
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """What the recorded forward really returned.
@@ -122,8 +123,8 @@ class Recorder(TorchFunctionMode):
         graph_args = tuple(self.stream.convert(arg, used, opaque) for arg in args)
         graph_kwargs = {k: self.stream.convert(v, used, opaque) for k, v in kwargs.items()}
         if may_write(target.name, kwargs):
-            for tensor, _ in used:
-                self._trace.before_write(tensor)
+            for tensor, node in used:
+                self._trace.before_write(tensor, known=node.op == "get_attr")
         self._keep_generators(args, kwargs)
         self._refuse_hooks()
         before = [self._state(tensor, node) for tensor, node in used]
@@ -149,7 +150,7 @@ class Recorder(TorchFunctionMode):
     def _source(
         self, target: Target, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """A call without a tensor among its arguments: a factory, or none of our business."""
+        """Run a call without tensors among its arguments: a factory, or no matter of ours."""
         self._keep_generators(args, kwargs)
         self.paused += 1
         try:
@@ -291,6 +292,7 @@ def _record(
         ambient=ambient,
         signature=signature,
         notes=tuple(stream.notes),
+        writes=trace.written(model),
     )
     outputs = tuple(tensor.detach() for tensor in tensors)
     return capture, Recorded(outputs=outputs, loss=scalar.detach(), closures=stream.closures)

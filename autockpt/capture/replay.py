@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What may be let go after each node."""
+    """Find what may be let go after each node."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         last[node] = node

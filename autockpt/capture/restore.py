@@ -45,11 +45,11 @@ class Trace:
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._copied: set[int] = set()
         self._generators: dict[torch.Generator, torch.Tensor] = {}
-        self._ours: set[int] = set()
         for buffer in model.buffers():
             self.before_write(buffer, known=True)
-        self._ours |= {id(t) for t in model.parameters()}
-        self._ours |= {id(t) for _, t in tensors_within((args, dict(kwargs)), objects=True)}
+        outside: list[torch.Tensor] = [*model.parameters()]
+        outside += [t for _, t in tensors_within((args, dict(kwargs)), objects=True)]
+        self._storages = {s for t in outside if (s := _storage(t)) is not None}
         self._model = model
         self._call = (tuple(args), dict(kwargs))
         self._settled = False
@@ -59,12 +59,16 @@ class Trace:
         """Keep a copy of a tensor that is about to be written, if it is not the forward's own."""
         if id(tensor) in self._copied or tensor.is_inference():
             return
-        # Results of the forward vanish with it; views of outside tensors share their base.
-        base = tensor._base if tensor._base is not None else tensor
-        if known or id(base) in self._ours or id(tensor) in self._ours:
+        # Results of the forward vanish with it, unless they share an outside tensor's storage.
+        if known or _storage(tensor) in self._storages:
             self._copied.add(id(tensor))
             with torch.no_grad():
                 self._copies.append((tensor, tensor.detach().clone(), tensor._version))
+
+    def written(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Name the parameters whose storage was written."""
+        moved = {_storage(t) for t, copy, n in self._copies if t._version != n} - {None}
+        return tuple(name for name, p in model.named_parameters() if _storage(p) in moved)
 
     def keep_generator(self, generator: torch.Generator) -> None:
         """Remember the state of a generator that is about to be drawn from."""
@@ -123,6 +127,11 @@ class Trace:
         self._random.restore()
         for generator, state in self._generators.items():
             generator.set_state(state)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    strided = tensor.layout is torch.strided
+    return int(tensor.untyped_storage()._cdata) if strided else None
 
 
 class RandomState:

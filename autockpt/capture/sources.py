@@ -19,7 +19,7 @@ _SITE = os.path.dirname(os.path.dirname(_TORCH)) + os.sep
 @functools.cache
 def _is_user_code(code: CodeType) -> bool:
     name = code.co_filename
-    if name.startswith("<frozen") or name.startswith((_TORCH, _HERE)):
+    if name.startswith(("<frozen", _TORCH, _HERE)):
         return False
     return not name.startswith(_STDLIB) or name.startswith(_SITE)
 

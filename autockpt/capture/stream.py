@@ -16,7 +16,7 @@ from autockpt.capture import guards
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.captured import TensorMeta
 from autockpt.capture.externals import Externals
-from autockpt.capture.paths import Path, follow
+from autockpt.capture.paths import Path
 from autockpt.capture.sources import source_line
 from autockpt.capture.tree import Inputs
 from autockpt.errors import CaptureError
@@ -92,7 +92,7 @@ class Stream:
             self.notes.append(text)
 
     def refuse(self, reason: str, advice: str) -> CaptureError:
-        """The error that says what cannot be captured, where, and what to do."""
+        """Make the error that says what cannot be captured, where, and what to do."""
         where = f"'{self.module or 'the model'}' ({source_line(2)})"
         return CaptureError(f"Cannot capture this forward: {reason}, at {where}. {advice}")
 
@@ -137,7 +137,7 @@ class Stream:
         )
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor; reads it from the module or the arguments where need be."""
+        """Find the node of a tensor; read it from the module or the arguments where need be."""
         external = self.externals.get(tensor)
         if external is None:
             if (node := self._nodes.get(tensor)) is not None:
@@ -162,7 +162,7 @@ class Stream:
         return node
 
     def _closure(self, tensor: torch.Tensor) -> fx.Node:
-        """A tensor that the loss holds: the loss is never emitted, so it need not be found again."""
+        """Add a tensor that the loss holds; it is never emitted, so never found again."""
         node = self.graph.create_node("get_attr", f"closure_{len(self.closures)}")
         node.meta["kind"] = "closure"
         self._describe(node, (tensor,))
@@ -257,5 +257,3 @@ def holds_tensor(value: Any) -> bool:
 def _identifier(path: Path) -> str:
     text = "_".join([path.root.replace("*", "arg_"), *(str(key) for _, key in path.steps)])
     return "".join(c if c.isalnum() else "_" for c in text)
-
-

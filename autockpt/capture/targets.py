@@ -25,20 +25,101 @@ QUESTIONS = {
 
 # These answer from the tensor's description, which the key and the shape guards pin.
 METADATA = frozenset(
-    """
-    shape dtype device layout ndim size dim stride numel nelement nbytes itemsize element_size
-    requires_grad is_leaf grad_fn grad_dtype output_nr names is_tensor is_floating_point
-    is_complex is_signed is_contiguous is_non_overlapping_and_dense is_conj is_neg is_inference
-    is_pinned is_shared is_same_size is_set_to is_storage is_distributed is_coalesced
-    is_quantized is_sparse is_sparse_csr is_mkldnn is_meta is_cuda is_cpu is_xpu is_mps is_mtia
-    is_vulkan is_xla is_ipu is_maia is_hpu is_privateuseone is_vmap is_nested retains_grad
-    storage_offset data_ptr storage storage_type untyped_storage type_as_str get_device
-    has_names __len__ __hash__ __dir__ __class__ __format__ __repr__ __str__ _version _base
-    _backward_hooks _post_accumulate_grad_hooks _is_view _is_zerotensor _has_symbolic_sizes_strides
-    is_grad_enabled result_type can_cast promote_types dim_order sparse_dim dense_dim
-    _typed_storage is_autocast_enabled get_autocast_dtype __cuda_array_interface__
-    __dlpack_device__ _use_sdp_kernel_fused _fused_sdp_choice _python_dispatch name volatile
-    """.split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "nbytes",
+        "itemsize",
+        "element_size",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad_dtype",
+        "output_nr",
+        "names",
+        "is_tensor",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "is_non_overlapping_and_dense",
+        "is_conj",
+        "is_neg",
+        "is_inference",
+        "is_pinned",
+        "is_shared",
+        "is_same_size",
+        "is_set_to",
+        "is_storage",
+        "is_distributed",
+        "is_coalesced",
+        "is_quantized",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_mkldnn",
+        "is_meta",
+        "is_cuda",
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "is_mtia",
+        "is_vulkan",
+        "is_xla",
+        "is_ipu",
+        "is_maia",
+        "is_hpu",
+        "is_privateuseone",
+        "is_vmap",
+        "is_nested",
+        "retains_grad",
+        "storage_offset",
+        "data_ptr",
+        "storage",
+        "storage_type",
+        "untyped_storage",
+        "type_as_str",
+        "get_device",
+        "has_names",
+        "__len__",
+        "__hash__",
+        "__dir__",
+        "__class__",
+        "__format__",
+        "__repr__",
+        "__str__",
+        "_version",
+        "_base",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_is_view",
+        "_is_zerotensor",
+        "_has_symbolic_sizes_strides",
+        "is_grad_enabled",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "dim_order",
+        "sparse_dim",
+        "dense_dim",
+        "_typed_storage",
+        "is_autocast_enabled",
+        "get_autocast_dtype",
+        "__cuda_array_interface__",
+        "__dlpack_device__",
+        "_use_sdp_kernel_fused",
+        "_fused_sdp_choice",
+        "_python_dispatch",
+        "name",
+        "volatile",
+    ]
 )
 
 # Calls that cannot be part of a graph, and what to do instead.

@@ -18,6 +18,7 @@ class Binding:
     """How a forward's arguments are named, whichever way they were passed."""
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
     defaults: Mapping[str, Any]
 
     @classmethod
@@ -25,19 +26,28 @@ class Binding:
         """Read a bound ``forward``'s signature."""
         kinds = inspect.Parameter
         names: list[str] = []
+        order: list[str] = []
         defaults: dict[str, Any] = {}
         for name, parameter in inspect.signature(forward).parameters.items():
+            if parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+                order.append(name)
             if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
                 names.append(name)
             if parameter.default is not kinds.empty:
                 defaults[name] = parameter.default
-        return cls(names=tuple(names), defaults=defaults)
+        return cls(names=tuple(names), order=tuple(order), defaults=defaults)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Name every argument; defaults are filled in, extra positionals are ``*0``, ..."""
-        bound = {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+        """Name every argument, in the same order however they are passed.
+
+        Defaults are filled in; extra positional arguments are ``*0``, ``*1``, ...
+        """
+        given = {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+        bound = {name: given.pop(name) for name in self.order if name in given}
         for index, value in enumerate(args[len(self.names) :]):
             bound[f"*{index}"] = value
+        for name in sorted(given):
+            bound[name] = given[name]
         return bound
 
 
@@ -72,7 +82,7 @@ class Inputs:
         return cls(binding=binding, paths=paths)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        """The placeholders' tensors in this call.
+        """Return the placeholders' tensors in this call.
 
         Raises
         ------
@@ -152,14 +162,15 @@ class _Container:
     attributes: tuple[tuple[str, Any], ...] = ()
 
     def build(self, tensors: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
-        value = made[self.slot] = self.cls.__new__(self.cls)
+        value = made[self.slot] = object_of(self.cls)
         if issubclass(self.cls, list):
             list.extend(value, (item.build(tensors, made) for item in self.items))
         # The class's own __setitem__ and __setattr__ may have side effects (ModelOutput copies
         # one into the other); what they did is already in the recorded items and attributes.
-        put = dict.__setitem__
+        put: Any = dict.__setitem__
         if issubclass(self.cls, dict):
-            put = next(c for c in self.cls.__mro__ if c.__module__ in _DICTS).__setitem__
+            base: Any = next(c for c in self.cls.__mro__ if c.__module__ in _DICTS)
+            put = base.__setitem__
         for key, item in self.mapping:
             put(value, key, item.build(tensors, made))
         for name, item in self.attributes:
@@ -168,6 +179,12 @@ class _Container:
 
 
 _DICTS = ("builtins", "collections")
+
+
+def object_of(cls: type) -> Any:
+    """Make an instance that no ``__init__`` has seen."""
+    make: Any = cls.__new__
+    return make(cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,12 +261,11 @@ class _Describer:
         elif isinstance(value, dict):
             pairs = list(dict.items(value))
             mapping = tuple((key, self.visit(item, depth)) for key, item in pairs)
-        elif children(value, objects=False):
-            if any(True for _ in tensors_within(value, objects=True)):
-                raise CaptureError(
-                    f"The output holds tensors in a {cls.__name__}, which cannot be rebuilt. "
-                    "Return them in a tuple, list, dict or dataclass."
-                )
+        elif children(value, objects=False) and any(tensors_within(value, objects=True)):
+            raise CaptureError(
+                f"The output holds tensors in a {cls.__name__}, which cannot be rebuilt. "
+                "Return them in a tuple, list, dict or dataclass."
+            )
         # In the order of `_Container.build`: what is met again must have been made by then.
         state = fields_of(value)
         attributes = tuple((name, self.visit(item, depth)) for name, item in state.items())

@@ -751,3 +751,182 @@ def test_check_compares_autograd_graphs() -> None:
         node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
     with pytest.raises(CaptureError, match="graph"):
         check(capture, model, (x,))
+
+
+# Hooks, and what a forward reaches outside the model.
+
+LOG: list[float] = []
+
+
+def logging(self: Any, x: torch.Tensor) -> torch.Tensor:
+    LOG.append(float(x.shape[0]))
+    return self.m(x)  # type: ignore[no-any-return]
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = Mlp()
+
+    forward = logging
+
+
+def test_effect_on_a_global_is_refused() -> None:  # E6
+    with pytest.raises(CaptureError, match="the list 'LOG'"):
+        record(chain(Logging), (X(4, 16),))
+    assert LOG == []
+
+
+def test_hook_that_collects_is_refused() -> None:  # F3
+    model, feats = chain(Mlp), []
+    model[1].register_forward_hook(lambda m, i, o: feats.append(o))
+    with pytest.raises(CaptureError, match="the list 'feats'"):
+        record(model, (X(4, 16),))
+    assert feats == []
+
+
+def test_hook_that_computes_is_recorded() -> None:
+    model = chain(Mlp)
+    model[1].register_forward_hook(lambda m, i, o: o * 2)
+    model[2].register_forward_pre_hook(lambda m, i: (i[0].relu(),))
+    assert "relu" in targets(assert_captured(model, (X(4, 16),)))
+
+
+def test_backward_hook_on_a_part_is_refused() -> None:  # F1
+    model = chain(Mlp)
+    model[1].register_full_backward_hook(nothing)
+    with pytest.raises(CaptureError, match="'1' .*backward hook"):
+        record(model, (X(4, 16),))
+
+
+def test_saved_tensor_hooks_inside_are_refused() -> None:  # J1
+    def forward(self: Any, x: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return self.m(x)
+
+    with pytest.raises(CaptureError, match="saved-tensor hooks"):
+        record(Fun(forward, m=Mlp()), (X(4, 16),))
+
+
+def test_saved_tensor_hooks_around_see_nothing_of_the_recording() -> None:  # J3
+    packed: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
+        assert_count = len(record(chain(Mlp), (X(4, 16),))[0].graph.nodes)
+    assert assert_count > 0
+    assert packed == []
+
+
+def test_compiled_function_inside_is_refused() -> None:
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2, backend="eager")
+    with pytest.raises(CaptureError):
+        record(Fun(lambda self, x: compiled(self.m(x)), m=Mlp()), (X(4, 16),))
+
+
+def test_argument_that_grows_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    cache = transformers.DynamicCache()
+
+    def forward(self: Any, x: Any, cache: Any) -> Any:
+        k, _ = cache.update(self.m(x), x, 0)
+        return k
+
+    with pytest.raises(CaptureError, match="the arguments"):
+        record(Fun(forward, m=nn.Linear(4, 4)), (X(1, 2, 3, 4), cache))
+    assert cache.get_seq_length() == 0
+
+
+def test_fast_path_of_torch_attention() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        with torch.no_grad():
+            h = self.t(x)
+        return self.l(h)
+
+    model = Fun(
+        forward,
+        t=nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(),
+        l=nn.Linear(16, 16),
+    )
+    capture = assert_captured(model, (X(2, 5, 16),))
+    assert "_transformer_encoder_layer_fwd" in targets(capture)
+
+
+def test_parametrized_weights() -> None:
+    parametrizations = nn.utils.parametrizations
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(16, 16)),
+        parametrizations.spectral_norm(nn.Linear(16, 16)),
+    )
+    assert_captured(model, (X(4, 16),))
+
+
+def test_weight_written_by_an_embedding_is_restored() -> None:
+    model = nn.Embedding(9, 16, max_norm=0.5)
+    before = model.weight.detach().clone()
+    ids = torch.randint(0, 9, (2, 5))
+    capture, _ = record(model, (ids,))
+    check(capture, model, (ids,))
+    assert torch.equal(model.weight, before)
+
+
+def test_generator_is_put_back() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Fun(
+        lambda self, x: self.l(x) + torch.rand(x.shape, generator=generator), l=nn.Linear(16, 16)
+    )
+    state = generator.get_state()
+    x = X(4, 16)
+    capture, _ = record(model, (x,))
+    check(capture, model, (x,))
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_setting_made_once_stays() -> None:
+    class Settling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m: nn.Module = Mlp()
+            self.width: int | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.width is None:
+                self.width = x.shape[-1]
+            return self.m(x) * self.width  # type: ignore[no-any-return]
+
+    model = Settling()
+    capture = assert_captured(model, (x := X(4, 16),))
+    assert model.width == 16
+    assert capture.key.matches(model, (x,))
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(CaptureError, match="lazy"):
+        record(nn.Sequential(nn.LazyLinear(3)), (X(4, 16),))
+
+
+def test_one_layer_many_times() -> None:  # O3, P5
+    def forward(self: Any, xs: Any) -> Any:
+        return torch.stack([self.m(x) for x in xs.unbind(0)]).mean()
+
+    assert_captured(Fun(forward, m=Mlp()), (X(50, 1, 16),))
+
+
+def test_recording_holds_no_activation() -> None:
+    import weakref
+
+    alive: list[weakref.ref[Any]] = []
+    most = [0]
+
+    def forward(self: Any, x: Any) -> Any:
+        for part in self.m:
+            x = part(x)
+            alive.append(weakref.ref(x))
+            most[0] = max(most[0], sum(ref() is not None for ref in alive))
+        return x
+
+    capture, recorded = record(
+        Fun(forward, m=chain(lambda: nn.Sequential(Mlp(), nn.Tanh()), 8)), (X(4, 16),)
+    )
+    assert most[0] == 1
+    assert sum(ref() is not None for ref in alive) <= 1
+    assert len(recorded.outputs) == 1
+    assert capture.outputs.count == 1
