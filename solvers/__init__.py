@@ -1,0 +1,35 @@
+"""Solvers of the checkpoint placement problem, without torch.
+
+>>> sorted(SOLVERS)[:3]
+['auto', 'every_k', 'exhaustive']
+"""
+
+from solvers.bounds import bound, peak_bound
+from solvers.dispatch import SOLVERS, Solver, solve
+from solvers.errors import InfeasibleError, NoPlanFoundError, PlanError
+from solvers.minimum import least_peak
+from solvers.plan import Plan, Region
+from solvers.prediction import Prediction
+from solvers.problem import Gradient, Op, Problem, Storage, Value
+from solvers.simulate import simulate
+
+__all__ = [
+    "SOLVERS",
+    "Gradient",
+    "InfeasibleError",
+    "NoPlanFoundError",
+    "Op",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "Problem",
+    "Region",
+    "Solver",
+    "Storage",
+    "Value",
+    "bound",
+    "least_peak",
+    "peak_bound",
+    "simulate",
+    "solve",
+]

@@ -181,7 +181,7 @@ class Frames:
                 workspace = op.workspace_in_region_bytes if nested else op.forward_workspace_bytes
                 levels.append((i, level + workspace))
             level -= dying.pop(i, 0)
-        if any(c.region.start == stop and c.random for c in children):
+        if state and any(c.region.start == stop and c.random for c in children):
             # The call at which the replay ends saves its random state before its inputs.
             levels.append((stop, level + state))
         return tuple(levels), tuple(held)

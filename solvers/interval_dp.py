@@ -1,165 +1,15 @@
-"""Best flat regions over the op order, by labels (position, kept bytes, cost)."""
+"""Best flat regions over the op order, by dynamic programming."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from solvers.intervals import Intervals, make_intervals
-from solvers.plan import Plan, Region
+from solvers.interval_search import best_flat
+from solvers.minimum import least_flat_peak
+from solvers.plan import Plan
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.simulate import Replay, replay_of
-
-_LABELS = 256
-_PLAIN_OPS = 12
-_REGION_OPS = 160
-_INDEX_BITS = 20
-_UNREACHED = 1 << 62
-
-
-@dataclass(slots=True)
-class IntervalSearch:
-    """Labels of one problem, ready for any budget.
-
-    Every position has labels (kept bytes, cost), none dominated by another, at most one per
-    bin of kept bytes. The bytes themselves are exact, the bins only choose what to drop.
-    """
-
-    replay: Replay
-    tables: Intervals = field(init=False)
-    _sources: list[NDArray[np.intp]] = field(init=False)
-    _is_region: list[NDArray[np.bool_]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tables = make_intervals(self.replay)
-        self._sources, self._is_region = [], []
-        size = self.replay.graph.size
-        region_ops = _REGION_OPS if size <= 800 else max(40, _REGION_OPS * 800 // size)
-        for stop in range(size + 1):
-            low = max(0, stop - region_ops)
-            starts = low + np.flatnonzero(self.tables.allowed[low:stop, stop])
-            plain = np.arange(max(0, stop - _PLAIN_OPS), stop)
-            self._sources.append(np.concatenate([starts, plain]).astype(np.intp))
-            flags = np.zeros(len(starts) + len(plain), bool)
-            flags[: len(starts)] = True
-            self._is_region.append(flags)
-
-    def run(self, budget_bytes: int) -> tuple[Region, ...] | None:
-        """Return the cheapest regions found whose tabulated peak fits, or None."""
-        size = self.replay.graph.size
-        kept = np.zeros((size + 1, _LABELS), np.int64)
-        cost = np.full((size + 1, _LABELS), _UNREACHED, np.int64)
-        came_from = np.zeros((size + 1, _LABELS, 2), np.int64)
-        count = np.zeros(size + 1, np.intp)
-        cost[0, 0], count[0] = 0, 1
-        width = max(1, -(-(budget_bytes - self.replay.bases[1]) // _LABELS))
-        for stop in range(1, size + 1):
-            sources = self._sources[stop]
-            labels = int(count[sources].max(initial=0))
-            if not labels:
-                continue
-            new_kept, new_cost = self._extend(
-                stop, kept[sources, :labels], cost[sources, :labels], budget_bytes
-            )
-            chosen = _undominated(new_kept, new_cost, width)
-            number = len(chosen)
-            count[stop] = number
-            kept[stop, :number] = new_kept[chosen]
-            cost[stop, :number] = new_cost[chosen]
-            came_from[stop, :number, 0] = chosen // labels
-            came_from[stop, :number, 1] = chosen % labels
-        if not count[size]:
-            return None
-        return self._trace(came_from, int(cost[size, : count[size]].argmin()))
-
-    def _extend(
-        self, stop: int, kept: NDArray[np.int64], cost: NDArray[np.int64], budget_bytes: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        tables, sources, region = self.tables, self._sources[stop], self._is_region[stop]
-        freed = np.where(region, 0, tables.freed[sources, stop])
-        keeps = np.where(
-            region, tables.region_keeps[sources, stop], tables.plain_keeps[sources, stop] - freed
-        )
-        needs = np.where(
-            region,
-            tables.region_needs[sources, stop],
-            np.maximum(
-                tables.plain_forward[sources, stop], tables.plain_backward[sources, stop] - freed
-            ),
-        )
-        added = np.where(region, tables.region_cost[sources, stop], 0)
-        fits = (kept + needs[:, None] <= budget_bytes) & (cost < _UNREACHED)
-        new_cost = np.where(fits, cost + added[:, None], _UNREACHED)
-        return (kept + keeps[:, None]).ravel(), new_cost.ravel()
-
-    def _trace(self, came_from: NDArray[np.int64], label: int) -> tuple[Region, ...]:
-        position = self.replay.graph.size
-        regions = []
-        while position:
-            edge, label = (int(x) for x in came_from[position, label])
-            start = int(self._sources[position][edge])
-            if self._is_region[position][edge]:
-                regions.append(Region(start=start, stop=position))
-            position = start
-        return tuple(reversed(regions))
-
-
-def _undominated(
-    kept: NDArray[np.int64], cost: NDArray[np.int64], width: int
-) -> NDArray[np.intp]:
-    """Return the indices of the labels to go on with, by rising bytes and falling cost."""
-    index = np.flatnonzero(cost < _UNREACHED)
-    if not len(index):
-        return index
-    bins = np.clip(kept[index] // width, 0, _LABELS - 1)
-    best = np.full(_LABELS, _UNREACHED, np.int64)
-    np.minimum.at(best, bins, cost[index])
-    tied = cost[index] == best[bins]
-    index, bins = index[tied], bins[tied]
-    order = np.lexsort((index, kept[index], bins))
-    index, bins = index[order], bins[order]
-    first = np.ones(len(bins), bool)
-    first[1:] = bins[1:] != bins[:-1]
-    index = index[first]
-    costs = cost[index]
-    falling = np.ones(len(index), bool)
-    falling[1:] = costs[1:] < np.minimum.accumulate(costs)[:-1]
-    return index[falling]
-
-
-def search_of(replay: Replay) -> IntervalSearch:
-    """Return the search of a problem, made once as long as its tables are kept."""
-    if replay.search is None:
-        replay.search = IntervalSearch(replay)
-    found = replay.search
-    assert isinstance(found, IntervalSearch)
-    return found
-
-
-def best_flat(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
-    """Return the cheapest flat regions found that the judge lets pass, or None.
-
-    The tables differ from the judge by little; the budget they are asked for is moved until
-    what they give is just inside the real one.
-    """
-    search = search_of(replay)
-    best: tuple[int, tuple[Region, ...]] | None = None
-    asked = budget_bytes
-    for _ in range(4):
-        regions = search.run(asked)
-        if regions is None:
-            break
-        peak, cost = replay.price(regions)
-        if peak <= budget_bytes:
-            if best is None or cost < best[0]:
-                best = (cost, regions)
-            break
-        asked -= max(peak - budget_bytes, (budget_bytes - replay.bases[1]) // 256)
-    return None if best is None else best[1]
+from solvers.simulate import replay_of
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:
@@ -190,4 +40,4 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     replay = replay_of(problem)
     regions = best_flat(replay, budget_bytes)
     plan = priced(problem, regions or (), "interval_dp", budget_bytes, started)
-    return require(problem, plan, budget_bytes)
+    return require(problem, plan, budget_bytes, least_flat_peak)

@@ -75,9 +75,11 @@ class Replay:
         self.outputs = np.array(graph.outputs, np.intp)
         self.workspace = np.array([op.forward_workspace_bytes for op in problem.ops], np.int64)
         self.dropped = np.array([op.workspace_in_region_bytes for op in problem.ops], np.int64)
-        self._plain_forward = self._forward_levels()
+        self.plain_forward = self._forward_levels()
         self._pairs = self._saved_pairs()
+        # Filled by those who search: what they found out about this problem is found once.
         self.search: object = None
+        self.least: tuple[Region, ...] | None = None
 
     def _forward_levels(self) -> Levels:
         """Return the forward levels when nothing is kept, workspaces aside."""
@@ -214,7 +216,7 @@ class Replay:
             judge=self,
             profiles=profiles,
             kept_bytes=int(kept[size]),
-            forward=self._plain_forward
+            forward=self.plain_forward
             + np.cumsum(forward)[:size]
             + np.where(outside, self.workspace, self.dropped),
             replay=replay + kept[1 : size + 1],

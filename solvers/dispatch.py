@@ -1,0 +1,118 @@
+"""The table of solvers, and the one way to call any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from solvers import auto, every_k, exhaustive, ilp, interval_dp, none, sqrt_n
+from solvers.errors import PlanError
+from solvers.plan import Plan
+from solvers.pricing import format_bytes
+from solvers.problem import Problem
+from solvers.simulate import simulate
+
+Solver = Callable[[Problem, int], Plan]
+
+SOLVERS: Mapping[str, Solver] = MappingProxyType(
+    {
+        "auto": auto.solve,
+        "every_k": every_k.solve,
+        "exhaustive": exhaustive.solve,
+        "ilp": ilp.solve,
+        "interval_dp": interval_dp.solve,
+        "none": none.solve,
+        "sqrt_n": sqrt_n.solve,
+    }
+)
+
+
+def solve(
+    problem: Problem,
+    budget_bytes: int,
+    solver: str | Solver = "auto",
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan a step within a budget.
+
+    Parameters
+    ----------
+    problem : Problem
+    budget_bytes : int
+        Peak not to exceed, fixed bytes included.
+    solver : str or callable
+        A name in ``SOLVERS``, or any callable that takes a problem and a budget in bytes and
+        returns a plan.
+    progress : callable, optional
+        Told by ``"auto"`` what is tried, one line at a time.
+
+    Returns
+    -------
+    Plan
+        Well-formed, inside the budget, and priced by ``simulate``.
+
+    Raises
+    ------
+    PlanError
+        If there is no such solver, or what it returns is no plan, malformed or over budget.
+    NoPlanFoundError, InfeasibleError
+        If the solver found nothing that fits.
+
+    Examples
+    --------
+    >>> from solvers.problem import Op, Storage, Value
+    >>> problem = Problem(
+    ...     ops=(Op(name="y", inputs=(0,), outputs=(1,)),),
+    ...     values=(Value(storage=0), Value(storage=1)),
+    ...     storages=(Storage(nbytes=8), Storage(nbytes=4, producer=0)),
+    ...     outputs=(1,), loss=1, boundaries=(True, True), batch_bytes=8)
+    >>> solve(problem, 12).recompute_cost
+    0
+    >>> solve(problem, 12, "magic")
+    Traceback (most recent call last):
+    ...
+    solvers.errors.PlanError: There is no solver 'magic'. Use one of auto, every_k, exhaustive,
+    ilp, interval_dp, none, sqrt_n, or a callable (problem, budget_bytes) -> Plan.
+    """
+    if solver == "auto":
+        return auto.solve(problem, budget_bytes, progress=progress)
+    if isinstance(solver, str) and solver in SOLVERS:
+        return SOLVERS[solver](problem, budget_bytes)
+    if isinstance(solver, str) or not callable(solver):
+        raise PlanError(
+            f"There is no solver {solver!r}. Use one of {', '.join(SOLVERS)}, or a callable "
+            f"(problem, budget_bytes) -> Plan."
+        )
+    return _checked(problem, budget_bytes, solver)
+
+
+def _checked(problem: Problem, budget_bytes: int, solver: Solver) -> Plan:
+    """Call a solver of the user's and believe nothing that it says about its plan."""
+    name = getattr(solver, "__name__", type(solver).__name__)
+    plan: object = solver(problem, budget_bytes)
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"solver {name!r} returned {type(plan).__name__}, not a solvers.Plan. Return "
+            f"Plan.flat([(start, stop), ...])."
+        )
+    try:
+        prediction = simulate(problem, plan)
+    except PlanError as error:
+        raise PlanError(f"solver {name!r} returned a plan that is malformed: {error}") from error
+    if prediction.peak_bytes > budget_bytes:
+        raise PlanError(
+            f"solver {name!r} returned a plan whose peak is "
+            f"{format_bytes(prediction.peak_bytes, up=True)}, over the budget of "
+            f"{format_bytes(budget_bytes)}. Return a plan that fits, or raise "
+            f"NoPlanFoundError."
+        )
+    return replace(
+        plan,
+        solver=name if plan.solver == "none" else plan.solver,
+        budget_bytes=budget_bytes,
+        peak_bytes=prediction.peak_bytes,
+        recompute_cost=prediction.recompute_cost,
+        signature=problem.signature,
+    )

@@ -1,0 +1,218 @@
+"""Labels (position, kept bytes, cost) over the op order: the search behind several solvers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.intervals import Intervals, make_intervals
+from solvers.plan import Region
+from solvers.simulate import Replay
+
+_LABELS = 256
+_PLAIN_OPS = 12
+_REGION_OPS = 160
+_INDEX_BITS = 20
+_UNREACHED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A region with regions inside, offered to the search beside the tabulated runs."""
+
+    region: Region
+    keeps: int
+    needs: int
+    cost: int
+
+
+@dataclass(slots=True)
+class Labels:
+    """What a search found for every position."""
+
+    start: int
+    kept: NDArray[np.int64]
+    cost: NDArray[np.int64]
+    came_from: NDArray[np.int64]
+    count: NDArray[np.intp]
+    offered: dict[int, list[Segment]]
+
+
+@dataclass(slots=True)
+class IntervalSearch:
+    """Labels of one problem, ready for any budget.
+
+    Every position has labels (kept bytes, cost), none dominated by another, at most one per
+    bin of kept bytes. The bytes themselves are exact, the bins only choose what to drop.
+    """
+
+    replay: Replay
+    tables: Intervals = field(init=False)
+    _sources: list[NDArray[np.intp]] = field(init=False)
+    _is_region: list[NDArray[np.bool_]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tables = make_intervals(self.replay)
+        self._sources, self._is_region = [], []
+        size = self.replay.graph.size
+        region_ops = _REGION_OPS if size <= 800 else max(40, _REGION_OPS * 800 // size)
+        for stop in range(size + 1):
+            low = max(0, stop - region_ops)
+            starts = low + np.flatnonzero(self.tables.allowed[low:stop, stop])
+            plain = np.arange(max(0, stop - _PLAIN_OPS), stop)
+            self._sources.append(np.concatenate([starts, plain]).astype(np.intp))
+            flags = np.zeros(len(starts) + len(plain), bool)
+            flags[: len(starts)] = True
+            self._is_region.append(flags)
+
+    def run(
+        self, budget_bytes: int, offered: dict[int, list[Segment]] | None = None
+    ) -> tuple[Region, ...] | None:
+        """Return the cheapest regions found whose tabulated peak fits, or None."""
+        return self.regions(self.search(budget_bytes, offered or {}), self.replay.graph.size)
+
+    def search(
+        self,
+        budget_bytes: int,
+        offered: dict[int, list[Segment]],
+        start: int = 0,
+        end: int | None = None,
+    ) -> Labels:
+        """Label the positions after ``start`` as if nothing were kept before it.
+
+        Parameters
+        ----------
+        budget_bytes : int
+        offered : dict of int to list of Segment
+            Nested regions, by the position at which they end.
+        start, end : int
+        """
+        size = self.replay.graph.size if end is None else end
+        kept = np.zeros((size + 1, _LABELS), np.int64)
+        cost = np.full((size + 1, _LABELS), _UNREACHED, np.int64)
+        came_from = np.zeros((size + 1, _LABELS, 2), np.int64)
+        count = np.zeros(size + 1, np.intp)
+        cost[start, 0], count[start] = 0, 1
+        width = max(1, -(-(budget_bytes - self.replay.bases[1]) // _LABELS))
+        for stop in range(start + 1, size + 1):
+            sources = self._sources[stop]
+            labels = int(count[sources].max(initial=0))
+            if not labels:
+                continue
+            new_kept, new_cost = self._extend(
+                stop, kept[sources, :labels], cost[sources, :labels], budget_bytes
+            )
+            for segment in offered.get(stop, ()):
+                source = segment.region.start
+                fits = (kept[source, :labels] + segment.needs <= budget_bytes) & (
+                    cost[source, :labels] < _UNREACHED
+                )
+                total = np.where(fits, cost[source, :labels] + segment.cost, _UNREACHED)
+                new_cost = np.concatenate([new_cost, total])
+                new_kept = np.concatenate([new_kept, kept[source, :labels] + segment.keeps])
+            chosen = _undominated(new_kept, new_cost, width)
+            number = len(chosen)
+            count[stop] = number
+            kept[stop, :number] = new_kept[chosen]
+            cost[stop, :number] = new_cost[chosen]
+            came_from[stop, :number, 0] = chosen // labels
+            came_from[stop, :number, 1] = chosen % labels
+        return Labels(
+            start=start, kept=kept, cost=cost, came_from=came_from, count=count, offered=offered
+        )
+
+    def _extend(
+        self, stop: int, kept: NDArray[np.int64], cost: NDArray[np.int64], budget_bytes: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        tables, sources, region = self.tables, self._sources[stop], self._is_region[stop]
+        freed = np.where(region, 0, tables.freed[sources, stop])
+        keeps = np.where(
+            region, tables.region_keeps[sources, stop], tables.plain_keeps[sources, stop] - freed
+        )
+        needs = np.where(
+            region,
+            tables.region_needs[sources, stop],
+            np.maximum(
+                tables.plain_forward[sources, stop], tables.plain_backward[sources, stop] - freed
+            ),
+        )
+        added = np.where(region, tables.region_cost[sources, stop], 0)
+        fits = (kept + needs[:, None] <= budget_bytes) & (cost < _UNREACHED)
+        new_cost = np.where(fits, cost + added[:, None], _UNREACHED)
+        return (kept + keeps[:, None]).ravel(), new_cost.ravel()
+
+    def regions(self, labels: Labels, position: int) -> tuple[Region, ...] | None:
+        """Return the regions of the cheapest label at a position, or None without any."""
+        number = int(labels.count[position])
+        if not number:
+            return None
+        label = int(labels.cost[position, :number].argmin())
+        regions = []
+        while position > labels.start:
+            edge, label = (int(x) for x in labels.came_from[position, label])
+            tabulated = len(self._sources[position])
+            if edge >= tabulated:
+                regions.append(labels.offered[position][edge - tabulated].region)
+                position = regions[-1].start
+                continue
+            start = int(self._sources[position][edge])
+            if self._is_region[position][edge]:
+                regions.append(Region(start=start, stop=position))
+            position = start
+        return tuple(reversed(regions))
+
+
+def _undominated(
+    kept: NDArray[np.int64], cost: NDArray[np.int64], width: int
+) -> NDArray[np.intp]:
+    """Return the indices of the labels to go on with, by rising bytes and falling cost."""
+    index = np.flatnonzero(cost < _UNREACHED)
+    if not len(index):
+        return index
+    bins = np.clip(kept[index] // width, 0, _LABELS - 1)
+    best = np.full(_LABELS, _UNREACHED, np.int64)
+    np.minimum.at(best, bins, cost[index])
+    tied = cost[index] == best[bins]
+    index, bins = index[tied], bins[tied]
+    order = np.lexsort((index, kept[index], bins))
+    index, bins = index[order], bins[order]
+    first = np.ones(len(bins), bool)
+    first[1:] = bins[1:] != bins[:-1]
+    index = index[first]
+    costs = cost[index]
+    falling = np.ones(len(index), bool)
+    falling[1:] = costs[1:] < np.minimum.accumulate(costs)[:-1]
+    return index[falling]
+
+
+def search_of(replay: Replay) -> IntervalSearch:
+    """Return the search of a problem, made once as long as its tables are kept."""
+    if replay.search is None:
+        replay.search = IntervalSearch(replay)
+    found = replay.search
+    assert isinstance(found, IntervalSearch)
+    return found
+
+
+def best_flat(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
+    """Return the cheapest flat regions found that the judge lets pass, or None.
+
+    The tables differ from the judge by little; the budget they are asked for is moved until
+    what they give is just inside the real one.
+    """
+    search = search_of(replay)
+    best: tuple[int, tuple[Region, ...]] | None = None
+    asked = budget_bytes
+    for _ in range(4):
+        regions = search.run(asked)
+        if regions is None:
+            break
+        peak, cost = replay.price(regions)
+        if peak <= budget_bytes:
+            if best is None or cost < best[0]:
+                best = (cost, regions)
+            break
+        asked -= max(peak - budget_bytes, (budget_bytes - replay.bases[1]) // 256)
+    return None if best is None else best[1]

@@ -1,0 +1,83 @@
+"""Local search under the judge: small changes that make a plan cheaper and still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from solvers.plan import Region
+from solvers.simulate import Replay
+
+_STEPS = (1, 2, 3)
+
+
+def improve(
+    replay: Replay, regions: tuple[Region, ...], budget_bytes: int, prices: int
+) -> tuple[Region, ...]:
+    """Return regions that fit and cost no more, after at most ``prices`` calls of the judge.
+
+    Deterministic: takes the first change that helps and goes on from where it was. Edges move,
+    regions go, meet or split. Regions with regions inside stay as they are.
+    """
+    _, cost = replay.price(regions)
+    while True:
+        for changed in _changes(replay, regions):
+            if prices <= 0:
+                return regions
+            prices -= 1
+            peak, new_cost = replay.price(changed)
+            if peak <= budget_bytes and new_cost < cost:
+                regions, cost = changed, new_cost
+                break
+        else:
+            return regions
+
+
+def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[tuple[Region, ...]]:
+    """Yield neighbouring plans, those of the costliest regions first."""
+    order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
+    for k in order:
+        if regions[k].children:
+            continue
+        low = regions[k - 1].stop if k else 0
+        high = regions[k + 1].start if k + 1 < len(regions) else len(replay.problem.ops)
+        before, after = regions[:k], regions[k + 1 :]
+        yield before + after
+        for region in _moved(replay, regions[k], low, high):
+            yield (*before, region, *after)
+        yield from _joints(replay, regions, k)
+
+
+def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Region]:
+    for step in (*_STEPS, *(-step for step in _STEPS)):
+        start, stop = region.start + step, region.stop + step
+        if low <= start < region.stop and _allowed(replay, start, region.stop):
+            yield Region(start=start, stop=region.stop)
+        if region.start < stop <= high and _allowed(replay, region.start, stop):
+            yield Region(start=region.start, stop=stop)
+
+
+def _joints(
+    replay: Replay, regions: tuple[Region, ...], k: int
+) -> Iterator[tuple[Region, ...]]:
+    """Yield plans that move the joint of two touching regions, or split a region in two."""
+    region, before, after = regions[k], regions[:k], regions[k + 1 :]
+    if after and after[0].start == region.stop and not after[0].children:
+        for step in (*_STEPS, *(-step for step in _STEPS)):
+            joint = region.stop + step
+            if region.start < joint < after[0].stop and replay.problem.boundaries[joint]:
+                left = Region(start=region.start, stop=joint)
+                yield (*before, left, Region(start=joint, stop=after[0].stop), *after[1:])
+    packing = [
+        i + 1
+        for i in range(region.start, region.stop - 1)
+        if replay.graph.packs[i] and replay.problem.boundaries[i + 1]
+    ]
+    for joint in packing:
+        left = Region(start=region.start, stop=joint)
+        yield (*before, left, Region(start=joint, stop=region.stop), *after)
+
+
+def _allowed(replay: Replay, start: int, stop: int) -> bool:
+    problem = replay.problem
+    edges = problem.boundaries[start] and problem.boundaries[stop]
+    return edges and not any(op.pinned for op in problem.ops[start:stop])

@@ -1,0 +1,68 @@
+"""The plan of least peak that can be found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from solvers.bounds import peak_bound
+from solvers.every_k import candidates
+from solvers.interval_search import best_flat
+from solvers.nested import best_nested
+from solvers.plan import Plan, Region
+from solvers.pricing import priced
+from solvers.problem import Problem
+from solvers.simulate import Replay, replay_of
+
+_FINENESS = 100
+Finder = Callable[[Replay, int], tuple[Region, ...] | None]
+
+
+def least_peak(problem: Problem) -> Plan:
+    """Return the plan of least peak found, nested regions included.
+
+    Parameters
+    ----------
+    problem : Problem
+
+    Returns
+    -------
+    Plan
+        No proof that nothing is lower; ``bounds.peak_bound`` says what cannot be. Found once
+        per problem.
+
+    Notes
+    -----
+    Halves the interval between the bound and the best known until a hundredth of the
+    activation peak is left.
+    """
+    started = time.perf_counter()
+    replay = replay_of(problem)
+    if replay.least is None:
+        start = min(((), *candidates(problem)), key=lambda regions: replay.price(regions))
+        flat = lowest(replay, best_flat, start)
+        replay.least = lowest(replay, best_nested, flat)
+    regions = replay.least
+    return priced(problem, regions, "least_peak", replay.price(regions)[0], started)
+
+
+def least_flat_peak(problem: Problem) -> Plan:
+    """Return the plan of least peak that the dynamic program over flat regions finds."""
+    started = time.perf_counter()
+    replay = replay_of(problem)
+    regions = lowest(replay, best_flat, ())
+    return priced(problem, regions, "interval_dp", replay.price(regions)[0], started)
+
+
+def lowest(replay: Replay, find: Finder, best: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Return the regions of least peak that ``find`` gives, or ``best`` if none is lower."""
+    low, high = peak_bound(replay.problem), replay.price(best)[0]
+    step = max(1, (high - replay.bases[1]) // _FINENESS)
+    while high - low > step:
+        middle = (low + high) // 2
+        regions = find(replay, middle)
+        if regions is None:
+            low = middle
+            continue
+        best, high = regions, replay.price(regions)[0]
+    return best

@@ -1,0 +1,101 @@
+"""Regions inside regions, for budgets that flat regions do not reach."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from solvers.interval_search import IntervalSearch, Segment, search_of
+from solvers.plan import Region
+from solvers.simulate import Replay
+
+_CUTS = 16
+_SHARES = (0.0, 0.15, 0.35)
+_LEVELS = 2
+
+
+def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment]]:
+    """Return parents, with what is best inside each, by the position at which they end.
+
+    A parent's inside is searched like a whole step, for the budget less what may be kept
+    before it. Parents start and stop at the cheapest cuts only. A second round puts parents
+    into parents.
+
+    Notes
+    -----
+    With c cuts: O(c) searches a round.
+    """
+    search = search_of(replay)
+    cuts = _cuts(search)
+    room = budget_bytes - replay.bases[1]
+    offered: dict[int, list[Segment]] = {}
+    for _ in range(_LEVELS):
+        found: dict[Region, Segment] = {}
+        for start in cuts[:-1]:
+            for share in _SHARES:
+                inner = budget_bytes - int(share * room)
+                labels = search.search(inner, offered, start)
+                for stop in cuts:
+                    children = search.regions(labels, stop) if stop > start else None
+                    segment = _segment(search, start, stop, children or ())
+                    if segment is not None and segment.needs <= budget_bytes:
+                        found[segment.region] = segment
+        offered = {}
+        for segment in found.values():
+            offered.setdefault(segment.region.stop, []).append(segment)
+    return offered
+
+
+def _cuts(search: IntervalSearch) -> list[int]:
+    """Return the allowed edges that the fewest bytes cross, one per equal share of the ops."""
+    replay = search.replay
+    size = replay.graph.size
+    crossing = search.tables.region_keeps[0]
+    edges = np.linspace(0, size, _CUTS + 1).astype(int)
+    cuts = {0, size}
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        inside = [i for i in range(low, high) if replay.problem.boundaries[i]]
+        if inside:
+            cuts.add(min(inside, key=lambda i: (int(crossing[i]), i)))
+    return sorted(cuts)
+
+
+def _segment(
+    search: IntervalSearch, start: int, stop: int, children: tuple[Region, ...]
+) -> Segment | None:
+    tables, replay = search.tables, search.replay
+    if not children or not tables.allowed[start, stop]:
+        return None
+    if any((child.start, child.stop) == (start, stop) for child in children):
+        return None
+    region = Region(start=start, stop=stop, children=children)
+    profile = replay.profile(region)
+    span = slice(start, stop)
+    needs = int(tables.region_needs[start, start + 1 : stop + 1].min(initial=0))
+    for mode in (0, 1):
+        for levels, gradients in (
+            (profile.replay, replay.before[mode]),
+            (profile.instant, replay.instant[mode]),
+            (profile.after, replay.after[mode]),
+        ):
+            needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
+    return Segment(
+        region=region,
+        keeps=int(tables.region_keeps[start, stop]),
+        needs=needs,
+        cost=profile.cost,
+    )
+
+
+def best_nested(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
+    """Return the cheapest regions found, nested where it pays, or None if none fit."""
+    search = search_of(replay)
+    asked = budget_bytes
+    for _ in range(3):
+        regions = search.run(asked, nested_segments(replay, asked))
+        if regions is None:
+            return None
+        peak, _ = replay.price(regions)
+        if peak <= budget_bytes:
+            return regions
+        asked -= peak - budget_bytes
+    return None
