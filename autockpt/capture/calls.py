@@ -10,32 +10,24 @@ from torch import fx
 
 from autockpt.capture.stream import leaves
 
-# Functions whose result has a shape that depends on values. `tests` holds this against the
+# Functions whose result has a shape that depends on values. The tests hold this against the
 # tag `dynamic_output_shape` of the ATen ops.
 DYNAMIC = frozenset(
-    [
+    {
         "nonzero",
         "nonzero_static",
         "argwhere",
         "masked_select",
         "unique",
         "unique_consecutive",
+        "unique_dim",
         "_unique",
         "_unique2",
-        "unique_dim",
-        "repeat_interleave",
         "bincount",
-        "one_hot",
-        "where",
-        "tensor_split",
-        "combinations",
         "_pack_padded_sequence",
         "_pad_packed_sequence",
-        "histogramdd",
-        "ctc_loss",
-    ]
+    }
 )
-
 
 # Functions that write statistics which their schema does not declare as written.
 STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
@@ -69,6 +61,12 @@ def depends_on_data(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Whether the shape of a call's result may depend on the values it is given."""
     if name in DYNAMIC:
         return True
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "one_hot":
+        return (args[1:2] or (kwargs.get("num_classes", -1),)) == (-1,)
+    if name in ("repeat_interleave", "tensor_split"):
+        return len(leaves((args, kwargs))) > 1 or len(args) + len(kwargs) == 1
     if name == "__getitem__":
         return any(t.dtype in (torch.bool, torch.uint8) or t.dim() == 0 for t in _index(args[1]))
     # A zero-dimensional integer where a size is expected: torch reads it without asking.

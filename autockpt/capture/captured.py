@@ -23,6 +23,7 @@ Node kinds of ``Capture.graph``
 
 ``meta`` of every node that computes: ``module`` (dotted path), ``source`` (``file.py:line`` of
 the user's frame), ``ambient`` (an ``Ambient``), ``stage`` (``"model"`` or ``"loss"``),
+``draws`` (whether the call moved a default generator of torch when it was recorded),
 ``tensors`` (a tuple of ``TensorMeta`` of the tensors it returned, nested results flattened in
 order), ``writes`` (the tuple of argument nodes whose storage it writes in place).
 Placeholders and get_attr nodes carry ``tensors`` with one entry too.

@@ -21,7 +21,7 @@ from autockpt.capture.key import Key
 from autockpt.capture.losses import default_loss
 from autockpt.capture.patches import patched
 from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
-from autockpt.capture.restore import Trace, untraced
+from autockpt.capture.restore import Trace, default_states, untraced
 from autockpt.capture.stream import Stream, leaves
 from autockpt.capture.targets import METADATA, QUESTIONS, REFUSED, Target, resolve
 from autockpt.capture.tree import Template
@@ -95,7 +95,12 @@ class Recorder(TorchFunctionMode):
     def opaque(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Record a whole ``autograd.Function`` as one node; its inside is its own affair."""
         target = Target(name="apply", op="call_function", target=apply)
-        return self._call(target, apply, args, dict(kwargs), opaque=True)
+        # Called by the model itself, not by torch: the mode is still on for our own book-keeping.
+        self.paused += 1
+        try:
+            return self._call(target, apply, args, dict(kwargs), opaque=True)
+        finally:
+            self.paused -= 1
 
     def _question(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tensor = args[0]
@@ -128,11 +133,7 @@ class Recorder(TorchFunctionMode):
         self._keep_generators(args, kwargs)
         self._refuse_hooks()
         before = [self._state(tensor, node) for tensor, node in used]
-        self.paused += 1
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.paused -= 1
+        result, drew = self._run(func, args, kwargs)
         written = [
             node
             for (tensor, node), (number, copy) in zip(used, before, strict=True)
@@ -144,23 +145,31 @@ class Recorder(TorchFunctionMode):
         node.meta["writes"] = tuple(dict.fromkeys(written))
         if opaque:
             node.meta["opaque"] = True
+        node.meta["draws"] = drew
         self._finish(node, target, args, kwargs, result)
         return result
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Run a call unseen; say whether it drew from a default generator."""
+        before = default_states()
+        self.paused += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.paused -= 1
+        return result, not all(map(torch.equal, before, default_states()))
 
     def _source(
         self, target: Target, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call without tensors among its arguments: a factory, or no matter of ours."""
         self._keep_generators(args, kwargs)
-        self.paused += 1
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.paused -= 1
+        result, drew = self._run(func, args, kwargs)
         if leaves(result):
             graph_args = tuple(self.stream.convert(arg, [], False) for arg in args)
             graph_kwargs = {k: self.stream.convert(v, [], False) for k, v in kwargs.items()}
             node = self._emit(target, graph_args, graph_kwargs)
+            node.meta["draws"] = drew
             self._finish(node, target, args, kwargs, result)
         return result
 
@@ -181,13 +190,17 @@ class Recorder(TorchFunctionMode):
             self._visit(node, result)
         if isinstance(result, _ANSWERS):
             self.stream.guard("value", node, result)
-        elif isinstance(result, torch.Tensor) and depends_on_data(target.name, args, kwargs):
+            return
+        dynamic = depends_on_data(target.name, args, kwargs)
+        if isinstance(result, torch.Tensor) and dynamic:
             self.stream.guard("shape", node, tuple(result.shape))
         elif isinstance(result, (tuple, list)):
             for index, item in enumerate(result):
-                if isinstance(item, _ANSWERS):
+                shaped = dynamic and isinstance(item, torch.Tensor)
+                if shaped or isinstance(item, _ANSWERS):
                     child = self.stream.emit("call_function", getitem, (node, index), {})
-                    self.stream.guard("value", child, item)
+                    kind, value = ("shape", tuple(item.shape)) if shaped else ("value", item)
+                    self.stream.guard(kind, child, value)
 
     def _refuse_hooks(self) -> None:
         # Ours are the innermost, unless the forward itself entered some.
@@ -253,8 +266,7 @@ def record(
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
         found = _record(model, args, kwargs, loss, trace)
         if found is None:
-            # A setting was made that is made once: the second forward finds it made.
-            trace.undo_tensors()
+            # Something was made that is made once: the second forward finds it made.
             trace.settle()
             found = _record(model, args, kwargs, loss, trace)
     assert found is not None
@@ -281,7 +293,7 @@ def _record(
         recorder.paused -= 1
         stream.stage = "loss"
         scalar = loss(output) if loss is not None else default_loss(output, tensors)
-    if not trace.verify(stream.refuse):
+    if not trace.verify(stream.refuse, stream.is_constant):
         return None
     graph, signature = finish(stream.graph, (nodes, stream.node_of(scalar)), model)
     capture = Capture(

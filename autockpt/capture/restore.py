@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from autockpt.capture.bits import identical
-from autockpt.capture.guards import same
-from autockpt.capture.paths import OURS, fields_of, is_atom, tensors_within
+from autockpt.capture.paths import tensors_within
+from autockpt.capture.watch import Watch
 from autockpt.errors import CaptureError
 
 Refuse = Callable[[str, str], CaptureError]
@@ -24,7 +21,6 @@ _ADVICE = (
     "Such a forward cannot be replayed: move the change out of the forward "
     "(a forward may write tensors in place, such as buffers)."
 )
-_OBJECT_DEPTH = 3
 
 
 class Trace:
@@ -52,7 +48,7 @@ class Trace:
         self._storages = {s for t in outside if (s := _storage(t)) is not None}
         self._model = model
         self._call = (tuple(args), dict(kwargs))
-        self._settled = False
+        self._settled: frozenset[int | None] | None = None
         self._before = self._watch = self._look()
 
     def before_write(self, tensor: torch.Tensor, known: bool = False) -> None:
@@ -74,13 +70,21 @@ class Trace:
         """Remember the state of a generator that is about to be drawn from."""
         self._generators.setdefault(generator, generator.get_state())
 
-    def verify(self, refuse: Refuse) -> bool:
+    def verify(self, refuse: Refuse, constant: Callable[[torch.Tensor], bool]) -> bool:
         """Raise if python's or numpy's random state moved, or an attribute was written.
+
+        Parameters
+        ----------
+        refuse : callable
+            Makes the error.
+        constant : callable
+            Whether a tensor of the forward depends on no input and no random draw.
 
         Returns
         -------
         bool
-            False if nothing but settings were made, which another forward may find made.
+            False if nothing but settings and caches were made, which another forward may find
+            made (`settle`).
         """
         if not self._random.python_is_same():
             raise refuse(
@@ -89,22 +93,33 @@ class Trace:
             )
         changes = list(self._watch.changes())
         for change in changes:
-            if not change.settling or self._settled:
-                raise refuse(f"the forward writes {change.where}", _ADVICE)
+            if self._settled is not None or not change.settles(constant):
+                line = f" ({change.place})" if change.place else ""
+                raise refuse(f"the forward writes {change.what}{line}", _ADVICE)
+        if self._settled not in (None, self._written()):
+            raise refuse(
+                "the first forward initializes the model, and does what later ones do not",
+                "Run one forward before optimizing.",
+            )
         return not changes
 
     def settle(self) -> None:
         """Take attributes as they are now: they stay, and must not change again."""
+        self._settled = self._written()
+        self.undo_tensors()
+        self._copies = [(tensor, copy, tensor._version) for tensor, copy, _ in self._copies]
         self._watch = self._look()
-        self._settled = True
 
-    def _look(self) -> _Watch:
-        watch = _Watch()
-        for name, module in self._model.named_modules():
-            watch.add(name, module, vars(module))
-            for function in (module.forward, *hooks_of(module)):
-                for key, value in outside_of(function).items():
-                    watch.visit(key, value, 0)
+    def _written(self) -> frozenset[int | None]:
+        return frozenset(
+            _storage(tensor)
+            for tensor, copy, version in self._copies
+            if tensor._version != version or not identical(tensor, copy)
+        )
+
+    def _look(self) -> Watch:
+        watch = Watch()
+        watch.visit_modules(self._model)
         watch.visit("the arguments", self._call, 0)
         return watch
 
@@ -129,6 +144,14 @@ class Trace:
             generator.set_state(state)
 
 
+def default_states() -> list[torch.Tensor]:
+    """Return the states of torch's default generators: the CPU's, and those of devices in use."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
 def _storage(tensor: torch.Tensor) -> int | None:
     strided = tensor.layout is torch.strided
     return int(tensor.untyped_storage()._cdata) if strided else None
@@ -138,17 +161,14 @@ class RandomState:
     """The random states of torch (all devices in use), python and numpy."""
 
     def __init__(self) -> None:
-        self.torch = torch.get_rng_state()
-        self.devices: dict[int, torch.Tensor] = {}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self.devices = dict(enumerate(torch.cuda.get_rng_state_all()))
+        self.states = default_states()
         self._python = random.getstate()
         self._numpy = np.random.get_state()
 
     def restore(self) -> None:
         """Set the states back."""
-        torch.set_rng_state(self.torch)
-        for index, state in self.devices.items():
+        torch.set_rng_state(self.states[0])
+        for index, state in enumerate(self.states[1:]):
             torch.cuda.set_rng_state(state, index)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -162,143 +182,7 @@ class RandomState:
 
     def torch_is(self, other: RandomState) -> bool:
         """Whether torch's generators stand where they stood in `other`."""
-        return torch.equal(self.torch, other.torch) and all(
-            torch.equal(state, other.devices[index]) for index, state in self.devices.items()
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Something that a forward wrote.
-
-    Attributes
-    ----------
-    where : str
-        For an error message.
-    settling : bool
-        Whether a plain value was set in an attribute: a setting that is made at the first
-        call and then stays (``config.problem_type``), if a second forward leaves it alone.
-    """
-
-    where: str
-    settling: bool
-
-
-def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Forward hooks and pre-hooks of a module."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
-def outside_of(function: Any) -> dict[str, Any]:
-    """Containers that a function reaches by its closure or by globals, by name.
-
-    A forward or a hook that appends to one of them would do so once, when it is recorded.
-    """
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    found = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
-    space = function.__globals__
-    found.update({name: space[name] for name in code.co_names if name in space})
-    kinds = (list, dict, set, deque)
-    return {name: value for name, value in found.items() if type(value) in kinds}
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-class _Watch:
-    """Shallow copies of namespaces and containers, to compare with and to restore from."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}
-        self._namespaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[str, Any, Any]] = []
-
-    def add(self, where: str, owner: Any, namespace: dict[str, Any], depth: int = 0) -> None:
-        self._seen[id(owner)] = owner
-        name = f"'{where}' ({type(owner).__name__})" if where else type(owner).__name__
-        self._namespaces.append((name, namespace, dict(namespace)))
-        for key, value in namespace.items():
-            if key in OURS:
-                continue
-            self.visit(f"{where}.{key}" if where else key, value, depth)
-
-    def visit(self, where: str, value: Any, depth: int) -> None:
-        if is_atom(value) and not isinstance(value, (list, dict)):
-            return
-        if isinstance(value, torch.Tensor) or id(value) in self._seen or depth > 8:
-            return
-        self._seen[id(value)] = value
-        items: Iterable[Any] = value if isinstance(value, tuple) else ()
-        if isinstance(value, (list, deque, dict, set)):
-            kind = next(k for k in (dict, set, list, deque) if isinstance(value, k))
-            self._containers.append((where, value, kind(value)))
-            items = list(value.values() if isinstance(value, dict) else value)
-        for item in items:
-            self.visit(where, item, depth + 1)
-        if depth < _OBJECT_DEPTH:
-            if isinstance(space := getattr(value, "__dict__", None), dict):
-                self.add(where, value, space, depth + 1)
-            else:
-                for item in fields_of(value).values():
-                    self.visit(where, item, depth + 1)
-
-    def changes(self) -> Iterator[Change]:
-        for owner, namespace, before in self._namespaces:
-            for name in dict.fromkeys((*namespace, *before)):
-                old, new = before.get(name, _MISSING), namespace.get(name, _MISSING)
-                if not _unchanged(new, old):
-                    plain = (_is_plain(old) or old is _MISSING) and _is_plain(new)
-                    yield Change(where=f"attribute '{name}' of {owner}", settling=plain)
-        for where, container, before in self._containers:
-            if not _same_contents(container, before):
-                kind = type(container).__name__
-                yield Change(where=f"the {kind} '{where}'", settling=False)
-
-    def undo(self) -> None:
-        for _, namespace, before in self._namespaces:
-            if list(namespace) != list(before) or any(
-                namespace[name] is not value for name, value in before.items()
-            ):
-                namespace.clear()
-                namespace.update(before)
-        for _, container, before in self._containers:
-            if not _same_contents(container, before):
-                container.clear()
-                add = container.extend if isinstance(container, (list, deque)) else container.update
-                add(before)
-
-
-_MISSING = object()
-
-
-def _same_contents(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    if isinstance(container, dict):
-        pairs = zip(container.items(), before.items(), strict=True)
-        return all(a[0] == b[0] and _unchanged(a[1], b[1]) for a, b in pairs)
-    if isinstance(container, set):
-        return bool(container == before)
-    return all(map(_unchanged, container, before))
-
-
-def _unchanged(now: Any, before: Any) -> bool:
-    return now is before or (_is_plain(now) and same(now, before))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-    return value is None or isinstance(value, plain)
+        return all(map(torch.equal, self.states, other.states))
 
 
 @contextmanager

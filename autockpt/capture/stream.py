@@ -191,6 +191,19 @@ class Stream:
             self._nodes[tensor] = node
         return node
 
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor comes from constants and the module alone: no input, no draw."""
+        node = self._nodes.get(tensor)
+        if node is None or tensor.requires_grad:
+            return False
+        pending, seen = [node], {node}
+        while pending:
+            for source in pending.pop().all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    pending.append(source)
+        return all(n.op != "placeholder" and not n.meta.get("draws") for n in seen)
+
     # Writing nodes.
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -930,3 +930,58 @@ def test_recording_holds_no_activation() -> None:
     assert sum(ref() is not None for ref in alive) <= 1
     assert len(recorded.outputs) == 1
     assert capture.outputs.count == 1
+
+
+class Lazy(nn.Module):
+    """Builds something at its first call; `kind` says what."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.m: nn.Module = Mlp()
+        self.kind, self.ready = kind, False
+        self.scale = nn.Parameter(torch.ones(16))
+        self.made: torch.Tensor | None = None
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "actnorm" and not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(x.std(0))
+            self.ready = True
+        if self.kind == "table" and self.made is None:
+            self.made = torch.arange(16) * 2.0
+        if self.kind == "first batch" and self.made is None:
+            self.made = x.mean(0)
+        if self.kind == "noise" and self.made is None:
+            self.made = torch.randn(16)
+        if self.kind == "sum":
+            s = torch.ones(16)
+            if self.made is None:
+                self.made = s
+            else:
+                self.made += s
+        if self.kind == "cache" and x.shape[1] not in self.cache:
+            self.cache[x.shape[1]] = torch.linspace(0, 1, x.shape[1])
+        y = self.m(x) * self.scale + self.cache.get(16, 0)
+        return y if self.made is None else y * self.made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["table", "cache"])
+def test_constants_made_at_the_first_call_are_read_again(kind: str) -> None:
+    model, x = Lazy(kind), X(4, 16)
+    capture = assert_captured(model, (x,))
+    assert capture.key.matches(model, (x,))
+    assert "arange" not in targets(capture)
+    assert "linspace" not in targets(capture)
+    assert any(n.meta.get("kind") == "attribute" for n in capture.graph.nodes)
+
+
+@pytest.mark.parametrize("kind", ["actnorm", "first batch", "noise", "sum"])
+def test_what_depends_on_the_first_batch_is_refused(kind: str) -> None:  # E5
+    model = Lazy(kind)
+    before = model.scale.detach().clone()
+    with pytest.raises(CaptureError, match=r"writes|initializes"):
+        record(model, (X(4, 16),))
+    assert torch.equal(model.scale, before)
+    assert model.made is None
+    assert not model.ready

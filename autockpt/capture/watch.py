@@ -1,0 +1,206 @@
+"""What python state a forward changed: attributes, containers, what it reaches outside."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autockpt.capture.guards import same
+from autockpt.capture.paths import OURS, fields_of, is_atom
+
+_OBJECT_DEPTH = 3
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Something that a forward wrote.
+
+    Attributes
+    ----------
+    what : str
+        For an error message.
+    place : str
+        The module or object and, where it is found in the code, the line that writes.
+    now : object
+        The new value, or the container that changed.
+    """
+
+    what: str
+    place: str
+    now: Any
+
+    def settles(self, constant: Callable[[torch.Tensor], bool]) -> bool:
+        """Whether this may be something made once: a setting, or a cache of constants."""
+        pending, depth = [self.now], 0
+        while pending and depth < 1000:
+            value, depth = pending.pop(), depth + 1
+            if isinstance(value, torch.Tensor):
+                if not constant(value):
+                    return False
+            elif isinstance(value, (list, tuple, deque, set)):
+                pending += value
+            elif isinstance(value, dict):
+                pending += value.values()
+            elif not _is_plain(value):
+                return False
+        return not pending
+
+
+def _hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Forward hooks and pre-hooks of a module."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def _outside_of(function: Any) -> dict[str, Any]:
+    """Containers that a function reaches by its closure or by globals, by name.
+
+    A forward or a hook that appends to one of them would do so once, when it is recorded.
+    """
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+    space = function.__globals__
+    found.update({name: space[name] for name in code.co_names if name in space})
+    kinds = (list, dict, set, deque)
+    return {name: value for name, value in found.items() if type(value) in kinds}
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+class Watch:
+    """Shallow copies of namespaces and containers, to compare with and to restore from."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._namespaces: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._modules: dict[str, Any] = {}
+
+    def add(self, where: str, owner: Any, namespace: dict[str, Any], depth: int = 0) -> None:
+        """Look at a namespace and at what hangs on it."""
+        self._seen[id(owner)] = owner
+        self._namespaces.append((where, owner, namespace, dict(namespace)))
+        for key, value in namespace.items():
+            if key in OURS:
+                continue
+            self.visit(f"{where}.{key}" if where else key, value, depth)
+
+    def visit_modules(self, model: torch.nn.Module) -> None:
+        """Look at all modules, and at what their forwards and hooks reach outside."""
+        for name, module in model.named_modules():
+            self._modules[name] = module
+            self.add(name, module, vars(module))
+            for function in (module.forward, *_hooks_of(module)):
+                for key, value in _outside_of(function).items():
+                    self.visit(key, value, 0)
+
+    def visit(self, where: str, value: Any, depth: int) -> None:
+        """Look at a container or object, nested ones too."""
+        if is_atom(value) and not isinstance(value, (list, dict)):
+            return
+        if isinstance(value, torch.Tensor) or id(value) in self._seen or depth > 8:
+            return
+        self._seen[id(value)] = value
+        items: Iterable[Any] = value if isinstance(value, tuple) else ()
+        if isinstance(value, (list, deque, dict, set)):
+            kind = next(k for k in (dict, set, list, deque) if isinstance(value, k))
+            self._containers.append((where, value, kind(value)))
+            items = list(value.values() if isinstance(value, dict) else value)
+        for item in items:
+            self.visit(where, item, depth + 1)
+        if depth < _OBJECT_DEPTH:
+            if isinstance(space := getattr(value, "__dict__", None), dict):
+                self.add(where, value, space, depth + 1)
+            else:
+                for item in fields_of(value).values():
+                    self.visit(where, item, depth + 1)
+
+    def changes(self) -> Iterator[Change]:
+        """Everything that is not as it was."""
+        for where, owner, namespace, before in self._namespaces:
+            for name in dict.fromkeys((*namespace, *before)):
+                old, new = before.get(name, _MISSING), namespace.get(name, _MISSING)
+                if not unchanged(new, old):
+                    kind = type(owner).__name__
+                    what = f"attribute '{name}' of {where!r} ({kind})" if where else f"'{name}'"
+                    yield Change(what=what, place=writing_line(owner, name), now=new)
+        for where, container, before in self._containers:
+            if not _same_contents(container, before):
+                what = f"the {type(container).__name__} '{where}'"
+                owner = self._modules.get(where.rpartition(".")[0])
+                yield Change(
+                    what=what, place=writing_line(owner, where.split(".")[-1]), now=container
+                )
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for _, _, namespace, before in self._namespaces:
+            if list(namespace) != list(before) or any(
+                namespace[name] is not value for name, value in before.items()
+            ):
+                namespace.clear()
+                namespace.update(before)
+        for _, container, before in self._containers:
+            if not _same_contents(container, before):
+                container.clear()
+                add = container.extend if isinstance(container, (list, deque)) else container.update
+                add(before)
+
+
+def _same_contents(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    if isinstance(container, dict):
+        pairs = zip(container.items(), before.items(), strict=True)
+        return all(a[0] == b[0] and unchanged(a[1], b[1]) for a, b in pairs)
+    if isinstance(container, set):
+        return bool(container == before)
+    return all(map(unchanged, container, before))
+
+
+def unchanged(now: Any, before: Any) -> bool:
+    """Whether a value is the same object, or an equal plain value."""
+    return now is before or (_is_plain(now) and same(now, before))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    return value is None or isinstance(value, plain)
+
+
+def writing_line(owner: Any, name: str) -> str:
+    """``file.py:line`` where a module's forward writes an attribute, as far as it shows."""
+    function = inspect.unwrap(getattr(type(owner), "forward", None) or (lambda: None))
+    code = getattr(function, "__code__", None)
+    if code is None or not isinstance(owner, torch.nn.Module):
+        return ""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line
+        if instruction.argval == name and instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            break
+    else:
+        line = code.co_firstlineno
+        for instruction in dis.get_instructions(code):
+            if instruction.argval == name and instruction.positions is not None:
+                line = instruction.positions.lineno or line
+                break
+    return f"{os.path.basename(code.co_filename)}:{line}"
