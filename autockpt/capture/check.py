@@ -14,9 +14,9 @@ from torch import fx
 from autockpt.capture.bits import as_bytes, identical
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import GuardMiss
+from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
 from autockpt.capture.paths import read_path, tensors_within
-from autockpt.capture.recorder import Recorder
 from autockpt.capture.refusals import drop, gone
 from autockpt.capture.replay import replay
 from autockpt.capture.restore import RandomState, untraced

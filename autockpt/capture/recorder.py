@@ -1,35 +1,26 @@
-"""The recorder: one real forward, written down call by call."""
+"""Record a model's forward and loss: one real run, written down call by call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from autockpt.capture.ambient import Ambient
-from autockpt.capture.bits import identical
-from autockpt.capture.calls import depends_on_data, may_write, version, writes_statistics
 from autockpt.capture.captured import Capture
 from autockpt.capture.finish import finish
-from autockpt.capture.guards import ask
 from autockpt.capture.key import Key
 from autockpt.capture.losses import default_loss
+from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
 from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
-from autockpt.capture.restore import Trace, default_states, untraced
-from autockpt.capture.stream import Stream, leaves
-from autockpt.capture.targets import METADATA, QUESTIONS, REFUSED, Target, resolve
+from autockpt.capture.restore import Trace, untraced
+from autockpt.capture.stream import Stream
 from autockpt.capture.tree import Template
 
 Loss = Callable[[Any], torch.Tensor]
-
-_ANSWERS = (bool, int, float, complex, str)
-_MAX_ASKED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,180 +40,6 @@ class Recorded:
     outputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor
     closures: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Recorder(TorchFunctionMode):
-    """A function mode that writes every torch call of this thread into a `Stream`."""
-
-    def __init__(
-        self,
-        stream: Stream,
-        trace: Trace,
-        visit: Callable[[fx.Node, Any], None] | None = None,
-    ) -> None:
-        super().__init__()
-        self.stream = stream
-        self.paused = 0
-        self.enter_module = stream.enter_module
-        self.leave_module = stream.leave_module
-        self.note = stream.note
-        self.refuse = stream.refuse
-        self._trace = trace
-        self._visit = visit
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
-        target = resolve(func)
-        name = target.name
-        if name in METADATA:
-            return func(*args, **kwargs)
-        if name in REFUSED:
-            raise self.refuse(REFUSED[name], "Move that out of the forward.")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise self.refuse("a torch.func transform (vmap, grad, jvp) runs", "Unroll it.")
-        if name in QUESTIONS and args and isinstance(args[0], torch.Tensor):
-            return self._question(QUESTIONS[name], func, args, kwargs)
-        if target.op == "set_property":
-            if name == "requires_grad":
-                return torch.Tensor.requires_grad_(*args)
-            raise self.refuse(f"the model sets '.{name}' of a tensor", "Use a new tensor.")
-        return self._call(target, func, args, kwargs)
-
-    def opaque(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Record a whole ``autograd.Function`` as one node; its inside is its own affair."""
-        target = Target(name="apply", op="call_function", target=apply)
-        # Called by the model itself, not by torch: the mode is still on for our own book-keeping.
-        self.paused += 1
-        try:
-            return self._call(target, apply, args, dict(kwargs), opaque=True)
-        finally:
-            self.paused -= 1
-
-    def _question(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        tensor = args[0]
-        if tensor.numel() > _MAX_ASKED:
-            raise self.refuse(
-                f"python reads all {tensor.numel()} values of a tensor ({kind})",
-                "Compute with tensors instead.",
-            )
-        node = self.stream.node_of(tensor)
-        answer = func(*args, **kwargs)
-        self.stream.guard(kind, node, ask(kind, tensor))
-        return answer
-
-    def _call(
-        self,
-        target: Target,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        opaque: bool = False,
-    ) -> Any:
-        if not leaves((args, kwargs)):
-            return self._source(target, func, args, kwargs)
-        used: list[tuple[torch.Tensor, fx.Node]] = []
-        graph_args = tuple(self.stream.convert(arg, used, opaque) for arg in args)
-        graph_kwargs = {k: self.stream.convert(v, used, opaque) for k, v in kwargs.items()}
-        if may_write(target.name, kwargs):
-            for tensor, node in used:
-                self._trace.before_write(tensor, known=node.op == "get_attr")
-        self._keep_generators(args, kwargs)
-        self._refuse_hooks()
-        before = [self._state(tensor, node) for tensor, node in used]
-        result, drew = self._run(func, args, kwargs)
-        written = [
-            node
-            for (tensor, node), (number, copy) in zip(used, before, strict=True)
-            if version(tensor) != number or (copy is not None and not identical(tensor, copy))
-        ]
-        if writes_statistics(target.name, args, used):
-            written += [node for _, node in used[1:] if node.meta.get("kind") == "buffer"]
-        node = self._emit(target, graph_args, graph_kwargs)
-        node.meta["writes"] = tuple(dict.fromkeys(written))
-        if opaque:
-            node.meta["opaque"] = True
-        node.meta["draws"] = drew
-        self._finish(node, target, args, kwargs, result)
-        return result
-
-    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Run a call unseen; say whether it drew from a default generator."""
-        before = default_states()
-        self.paused += 1
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.paused -= 1
-        return result, not all(map(torch.equal, before, default_states()))
-
-    def _source(
-        self, target: Target, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Run a call without tensors among its arguments: a factory, or no matter of ours."""
-        self._keep_generators(args, kwargs)
-        result, drew = self._run(func, args, kwargs)
-        if leaves(result):
-            graph_args = tuple(self.stream.convert(arg, [], False) for arg in args)
-            graph_kwargs = {k: self.stream.convert(v, [], False) for k, v in kwargs.items()}
-            node = self._emit(target, graph_args, graph_kwargs)
-            node.meta["draws"] = drew
-            self._finish(node, target, args, kwargs, result)
-        return result
-
-    def _keep_generators(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator):
-                self._trace.keep_generator(value)
-
-    def _finish(
-        self, node: fx.Node, target: Target, args: tuple[Any, ...], kwargs: Any, result: Any
-    ) -> None:
-        """Say what a call returned, and guard what python learns from it."""
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            node.meta["pinned"] = True
-        node.meta["call"] = True
-        self.stream.register(node, result)
-        if self._visit is not None:
-            self._visit(node, result)
-        if isinstance(result, _ANSWERS):
-            self.stream.guard("value", node, result)
-            return
-        dynamic = depends_on_data(target.name, args, kwargs)
-        if isinstance(result, torch.Tensor) and dynamic:
-            self.stream.guard("shape", node, tuple(result.shape))
-        elif isinstance(result, (tuple, list)):
-            for index, item in enumerate(result):
-                shaped = dynamic and isinstance(item, torch.Tensor)
-                if shaped or isinstance(item, _ANSWERS):
-                    child = self.stream.emit("call_function", getitem, (node, index), {})
-                    kind, value = ("shape", tuple(item.shape)) if shaped else ("value", item)
-                    self.stream.guard(kind, child, value)
-
-    def _refuse_hooks(self) -> None:
-        # Ours are the innermost, unless the forward itself entered some.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0] not in (drop, None):
-            raise self.refuse(
-                "saved-tensor hooks (save_on_cpu, say) are in force inside the forward",
-                "Enter them around the optimized model instead.",
-            )
-
-    @staticmethod
-    def _state(tensor: torch.Tensor, node: fx.Node) -> tuple[int, torch.Tensor | None]:
-        # Statistics are written behind the version counter's back, so buffers are compared.
-        buffer = node.meta.get("kind") == "buffer" and not tensor.is_meta
-        return version(tensor), tensor.detach().clone() if buffer else None
-
-    def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        if target.op == "get_property":
-            return self.stream.emit("call_function", getattr, (args[0], target.name), {})
-        if target.swapped:
-            args = (args[1], args[0], *args[2:])
-        return self.stream.emit(target.op, target.target, args, kwargs)
 
 
 def record(
@@ -293,7 +110,7 @@ def _record(
         recorder.paused -= 1
         stream.stage = "loss"
         scalar = loss(output) if loss is not None else default_loss(output, tensors)
-    if not trace.verify(stream.refuse, stream.is_constant):
+    if not trace.verify(stream.drawn_in, stream.is_constant):
         return None
     graph, signature = finish(stream.graph, (nodes, stream.node_of(scalar)), model)
     capture = Capture(

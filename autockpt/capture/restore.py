@@ -15,8 +15,6 @@ from autockpt.capture.paths import tensors_within
 from autockpt.capture.watch import Watch
 from autockpt.errors import CaptureError
 
-Refuse = Callable[[str, str], CaptureError]
-
 _ADVICE = (
     "Such a forward cannot be replayed: move the change out of the forward "
     "(a forward may write tensors in place, such as buffers)."
@@ -70,13 +68,13 @@ class Trace:
         """Remember the state of a generator that is about to be drawn from."""
         self._generators.setdefault(generator, generator.get_state())
 
-    def verify(self, refuse: Refuse, constant: Callable[[torch.Tensor], bool]) -> bool:
+    def verify(self, drawn_in: str, constant: Callable[[torch.Tensor], bool]) -> bool:
         """Raise if python's or numpy's random state moved, or an attribute was written.
 
         Parameters
         ----------
-        refuse : callable
-            Makes the error.
+        drawn_in : str
+            The module in which python's or numpy's random state moved, if it did.
         constant : callable
             Whether a tensor of the forward depends on no input and no random draw.
 
@@ -87,19 +85,22 @@ class Trace:
             made (`settle`).
         """
         if not self._random.python_is_same():
-            raise refuse(
-                "the forward draws from python's or numpy's random generator",
-                "Draw with torch instead (torch.rand(()).item() is a guard).",
+            raise CaptureError(
+                "Cannot capture this forward: it draws from python's or numpy's random "
+                f"generator, in {drawn_in}. Draw with torch instead (torch.rand(()).item() "
+                "becomes a guard)."
             )
         changes = list(self._watch.changes())
         for change in changes:
             if self._settled is not None or not change.settles(constant):
-                line = f" ({change.place})" if change.place else ""
-                raise refuse(f"the forward writes {change.what}{line}", _ADVICE)
+                line = f", at {change.place}" if change.place else ""
+                raise CaptureError(
+                    f"Cannot capture this forward: it writes {change.what}{line}. {_ADVICE}"
+                )
         if self._settled not in (None, self._written()):
-            raise refuse(
-                "the first forward initializes the model, and does what later ones do not",
-                "Run one forward before optimizing.",
+            raise CaptureError(
+                "Cannot capture this forward: the first one initializes the model, and does what "
+                "later ones do not. Run one forward before optimizing."
             )
         return not changes
 

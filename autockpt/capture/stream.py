@@ -17,6 +17,7 @@ from autockpt.capture.ambient import Ambient
 from autockpt.capture.captured import TensorMeta
 from autockpt.capture.externals import Externals
 from autockpt.capture.paths import Path
+from autockpt.capture.restore import RandomState
 from autockpt.capture.sources import source_line
 from autockpt.capture.tree import Inputs
 from autockpt.errors import CaptureError
@@ -61,6 +62,8 @@ class Stream:
         self.stage = "model"
         self.modules: list[str] = []
         self.notes: list[str] = []
+        self.drawn_in = ""
+        self._random = RandomState()
         self.closures: dict[str, torch.Tensor] = {}
         self._call = (args, kwargs)
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -84,6 +87,8 @@ class Stream:
 
     def leave_module(self) -> None:
         """Return to the calling module."""
+        if not self.drawn_in and not self._random.python_is_same():
+            self.drawn_in = f"'{self.module}'"
         self.modules.pop()
 
     def note(self, text: str) -> None:

@@ -91,6 +91,7 @@ class Watch:
         self._namespaces: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._modules: dict[str, Any] = {}
+        self._reached: dict[str, Any] = {}
 
     def add(self, where: str, owner: Any, namespace: dict[str, Any], depth: int = 0) -> None:
         """Look at a namespace and at what hangs on it."""
@@ -108,6 +109,7 @@ class Watch:
             self.add(name, module, vars(module))
             for function in (module.forward, *_hooks_of(module)):
                 for key, value in _outside_of(function).items():
+                    self._reached.setdefault(key, function)
                     self.visit(key, value, 0)
 
     def visit(self, where: str, value: Any, depth: int) -> None:
@@ -139,14 +141,13 @@ class Watch:
                 if not unchanged(new, old):
                     kind = type(owner).__name__
                     what = f"attribute '{name}' of {where!r} ({kind})" if where else f"'{name}'"
-                    yield Change(what=what, place=writing_line(owner, name), now=new)
+                    yield Change(what=what, place=writing_line(forward_of(owner), name), now=new)
         for where, container, before in self._containers:
             if not _same_contents(container, before):
                 what = f"the {type(container).__name__} '{where}'"
-                owner = self._modules.get(where.rpartition(".")[0])
-                yield Change(
-                    what=what, place=writing_line(owner, where.split(".")[-1]), now=container
-                )
+                owner, _, name = where.rpartition(".")
+                function = self._reached.get(where) or forward_of(self._modules.get(owner))
+                yield Change(what=what, place=writing_line(function, name), now=container)
 
     def undo(self) -> None:
         """Put everything back."""
@@ -186,21 +187,17 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, plain)
 
 
-def writing_line(owner: Any, name: str) -> str:
-    """``file.py:line`` where a module's forward writes an attribute, as far as it shows."""
-    function = inspect.unwrap(getattr(type(owner), "forward", None) or (lambda: None))
-    code = getattr(function, "__code__", None)
-    if code is None or not isinstance(owner, torch.nn.Module):
+def writing_line(function: Any, name: str) -> str:
+    """``file.py:line`` where a function writes an attribute or uses a name, as far as it shows."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
         return ""
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = instruction.starts_line or line
-        if instruction.argval == name and instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            break
-    else:
-        line = code.co_firstlineno
-        for instruction in dis.get_instructions(code):
-            if instruction.argval == name and instruction.positions is not None:
-                line = instruction.positions.lineno or line
-                break
-    return f"{os.path.basename(code.co_filename)}:{line}"
+    found = [i for i in dis.get_instructions(code) if i.argval == name and i.positions]
+    stores = [i for i in found if i.opname.startswith(("STORE", "DELETE"))]
+    lines = [i.positions.lineno for i in (*stores, *found) if i.positions is not None]
+    return f"{os.path.basename(code.co_filename)}:{lines[0] if lines else code.co_firstlineno}"
+
+
+def forward_of(owner: Any) -> Any:
+    """Return the function that a module's class runs, or None."""
+    return getattr(type(owner), "forward", None) if isinstance(owner, torch.nn.Module) else None
