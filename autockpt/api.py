@@ -19,7 +19,7 @@ from autockpt.runtime.bypass import originals
 from autockpt.runtime.handle import Handle
 from autockpt.runtime.swap import adopt, release
 from autockpt.settings import Emit, Loss, Settings, budget_for
-from solvers.dispatch import Solver, least_peak
+from solvers import Solver, least_peak, simulate
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -61,7 +61,7 @@ def optimize(
     reserve : int
         Bytes to leave free inside the budget, for what lies outside the model and its loss.
     solve_seconds : float, optional
-        Time limit for the solver.
+        Time limit of ``solver="ilp"``; the other solvers are quick by themselves.
 
     Returns
     -------
@@ -142,7 +142,8 @@ def minimum_budget(
         capture, recorded = record_step(clone, *batch, loss)
         profiled = profile(capture, clone, *batch, cost="roofline", closures=recorded.closures)
     problem = lower(capture, profiled)
-    return budget_for(least_peak(problem).peak_bytes, problem.fixed_bytes, reserve)
+    least_peak_bytes = simulate(problem, least_peak(problem)).peak_bytes
+    return budget_for(least_peak_bytes, problem.fixed_bytes, reserve)
 
 
 def _check_model(model: object) -> None:

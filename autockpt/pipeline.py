@@ -12,19 +12,19 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
-from autockpt.errors import CaptureError, InfeasibleError
+from autockpt.errors import CaptureError, InfeasibleError, NoPlanFoundError
 from autockpt.lower import lower
 from autockpt.profiler import profile
+from autockpt.progress import progress
 from autockpt.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
 from autockpt.runtime.bypass import originals
 from autockpt.settings import Loss, Settings, budget_for, margin_bytes
 from autockpt.units import Budget, format_bytes, parse_budget
-from solvers.dispatch import solve
+from solvers import bound, simulate, solve
 from solvers.plan import Plan
 from solvers.prediction import Prediction
 from solvers.problem import Problem
-from solvers.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,7 @@ def plan_step(
         plain,
         budget=budget,
         cost=settings.cost if isinstance(settings.cost, str) else "own",
+        bound_cost=_bound(problem, plan, budget.peak_bytes - settings.reserve),
         notes=capture.notes,
     )
     return Step(
@@ -181,9 +182,14 @@ def choose_plan(
         if plan.signature == problem.signature and simulate(problem, plan).peak_bytes <= target:
             return _priced(plan, problem, target)
     try:
-        return solve(problem, target, settings.solver, seconds=settings.solve_seconds)
+        with progress() as say:
+            return solve(problem, target, settings.limited_solver(), progress=say)
     except InfeasibleError as error:
         raise _with_margin(error, settings, problem, budget) from error
+
+
+def _bound(problem: Problem, plan: Plan, budget_bytes: int) -> int:
+    return bound(problem, budget_bytes) if plan.recompute_cost else 0
 
 
 def _priced(plan: Plan, problem: Problem, budget_bytes: int) -> Plan:
@@ -209,11 +215,12 @@ def _with_margin(
     if error.minimum_bytes is None:
         return error
     least = budget_for(error.minimum_bytes, problem.fixed_bytes, settings.reserve)
+    said = "No plan was found for" if isinstance(error, NoPlanFoundError) else "No plan fits"
     where = f", at {error.op}" if error.op else ""
     reserve = f" and {format_bytes(settings.reserve)} of reserve" if settings.reserve else ""
     margin = least - settings.reserve - error.minimum_bytes
     return type(error)(
-        f"No plan fits {budget}: the least peak found is "
+        f"{said} {budget}: the least peak found is "
         f"{format_bytes(error.minimum_bytes, round_up=True)}{where}. Raise memory_budget to "
         f"{format_bytes(least, round_up=True)} ({least} bytes: {format_bytes(margin)} of "
         f"margin{reserve} included) or shrink the batch.",

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from autockpt.errors import BudgetError, CaptureError
 from autockpt.profiler.cost import CostChoice, cost_model
 from autockpt.units import check_budget_syntax
-from solvers.dispatch import SOLVERS, Solver
+from solvers import SOLVERS, Solver, ilp
 
 Loss = Callable[[Any], torch.Tensor]
 Emit = Literal["auto", "graph", "modules"]
@@ -45,7 +46,7 @@ class Settings:
         BudgetError, TypeError, ValueError, CaptureError
         """
         check_budget_syntax(self.memory_budget)
-        if not callable(self.solver) and self.solver not in ("auto", *SOLVERS):
+        if not callable(self.solver) and self.solver not in SOLVERS:
             raise ValueError(
                 f"solver={self.solver!r} is none of {', '.join(SOLVERS)}; a callable "
                 f"(problem, budget_bytes) -> Plan is a solver too."
@@ -68,6 +69,12 @@ class Settings:
             )
         if self.emit not in ("auto", "graph"):
             raise ValueError(f'emit={self.emit!r} is neither "auto" nor "graph".')
+
+    def limited_solver(self) -> str | Solver:
+        """Give the solver with its time limit: only the integer program needs one."""
+        if self.solver == "ilp" and self.solve_seconds is not None:
+            return partial(ilp.solve, seconds=self.solve_seconds)
+        return self.solver
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle; callables that cannot be pickled become ones that say so when called."""

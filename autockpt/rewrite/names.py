@@ -60,8 +60,8 @@ def region_name(modules: Sequence[str], prefix: str = "") -> str:
     if not paths:
         return "region"
     shared = _shared(paths)
-    skipped = len(prefix.split(".")) if prefix and shared[: 1 + prefix.count(".")] else 0
-    kept = shared[min(skipped, max(len(shared) - 1, 0)) :]
+    dull = prefix.split(".") if prefix else []
+    kept = shared[len(dull) :] if shared[: len(dull)] == dull else shared
     below = [path[len(shared)] for path in paths if len(path) > len(shared)]
     # A list of layers and nothing else in it: say from which one to which.
     if below and len(below) == len(paths) and below[0] != below[-1]:

@@ -17,9 +17,6 @@ from torch import fx
 
 __all__ = ["once", "statistic", "written_statistics"]
 
-# Neither a version counter nor a schema shows that these write: arguments 3 and 4, if 5.
-_NORMS = frozenset({torch.batch_norm, torch.instance_norm})
-
 # Per thread: on a GPU, backward and with it the recomputation runs in a thread of its own.
 _local = threading.local()
 
@@ -73,7 +70,4 @@ def statistic(buffer: torch.Tensor) -> torch.Tensor:
 
 def written_statistics(node: fx.Node) -> list[fx.Node]:
     """Give the tensors of the module that an op writes."""
-    found = [written for written in node.meta.get("writes", ()) if written.op == "get_attr"]
-    if node.target in _NORMS and node.args[5]:
-        found += [arg for arg in node.args[3:5] if isinstance(arg, fx.Node)]
-    return [written for written in found if written.op == "get_attr"]
+    return [written for written in node.meta.get("writes", ()) if written.op == "get_attr"]

@@ -97,6 +97,21 @@ def test_random_state_is_kept_only_where_something_is_drawn() -> None:
     assert code.count("preserve_rng_state=True") == 1
 
 
+def test_statistics_move_once() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    real = captured(model, (torch.randn(4, 6),))
+    # The whole model, the count of batches included.
+    end = next(i for i, op in enumerate(real.problem.ops) if op.target.endswith("sum"))
+    for plan in (
+        Plan.flat([(0, end)]),
+        Plan(regions=(Region(start=0, stop=end, children=(Region(start=1, stop=3),)),)),
+    ):
+        code = real.program(plan).code
+        assert "statistic(self[1].running_mean)" in code
+        assert code.count("**once()") == len(list(plan.walk()))
+        assert_same_bits(real.step(), real.step(real.emitted(plan)))
+
+
 def test_code_can_be_read() -> None:
     case = zoo.gpt2(layers=3)
     real = captured(case.model, case.args, case.kwargs, case.loss)

@@ -1,0 +1,26 @@
+"""Train a model inside a number of bytes, to the same bits, at the least recomputation."""
+
+from autockpt.api import minimum_budget, optimize
+from autockpt.errors import (
+    BudgetError,
+    CaptureError,
+    InfeasibleError,
+    NoPlanFoundError,
+    PlanError,
+    ProfileError,
+)
+from autockpt.step import measure
+from autockpt.verify import verify
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "InfeasibleError",
+    "NoPlanFoundError",
+    "PlanError",
+    "ProfileError",
+    "measure",
+    "minimum_budget",
+    "optimize",
+    "verify",
+]

@@ -1,0 +1,386 @@
+"""What the caller gets back behaves as the model that was passed in."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.errors import CaptureError
+from autockpt.runtime.handle import MAX_ENTRIES
+from autockpt.runtime.swap import is_optimized
+from tests import zoo
+from tests.helpers import assert_same_bits, recomputed_calls, run_case, run_step
+
+
+class Mlp(nn.Module):
+    """A block that saves more than it returns."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + scale * self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """A stack of blocks with dropout and running statistics."""
+
+    def __init__(self, depth: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp(width) for _ in range(depth)])
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.2)
+        self.gain = 1.0
+
+    def forward(self, x: Tensor, scale: float = 0.5, *, flip: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x, scale=scale))
+        return self.gain * (self.norm(-x if flip else x))
+
+
+class Branching(Net):
+    """Takes another way for a batch with large values."""
+
+    def forward(self, x: Tensor, scale: float = 0.5, *, flip: bool = False) -> Tensor:
+        x = self.drop(self.norm(x))
+        if x.abs().max() > 50 * scale:
+            x = x.sign() * x.abs().sqrt()
+        return super().forward(x, scale, flip=flip)
+
+
+class Reading(Net):
+    """Reads a number out of every batch and computes with it."""
+
+    def forward(self, x: Tensor, scale: float = 0.5, *, flip: bool = False) -> Tensor:
+        return super().forward(x * x.mean().item(), scale, flip=flip)
+
+
+def batch(rows: int = 512, width: int = 32) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+
+
+def planned(model: nn.Module, x: Tensor | None = None, budget: Any = "60%") -> Any:
+    x = batch() if x is None else x
+    return autockpt.optimize(
+        model, (x,), memory_budget=budget, cost="roofline", solver="interval_dp"
+    )
+
+
+def assert_alike(plain: nn.Module, optimized: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Two training steps of both, each from the same parameters and buffers."""
+    state = copy.deepcopy(plain.state_dict())
+    for seed in (1, 2):
+        plain.load_state_dict(state)
+        expected = run_step(plain, args, kwargs, torch.sum, seed=seed)
+        optimized.load_state_dict(state)
+        found = run_step(optimized, args, kwargs, torch.sum, seed=seed)
+        assert_same_bits(expected, found)
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+def test_same_class_and_parameters(net: Net) -> None:
+    optimized = planned(net)
+    assert isinstance(optimized, Net)
+    cls = type(optimized)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(cls, name) == getattr(Net, name)
+    assert cls is type(planned(Net()))
+    assert inspect.signature(optimized.forward) == inspect.signature(net.forward)
+    assert list(optimized.state_dict()) == list(net.state_dict())
+    pairs = zip(optimized.named_parameters(), net.named_parameters(), strict=True)
+    assert all(a == b and p is q for (a, p), (b, q) in pairs)
+    assert all(a is not b for a, b in zip(optimized.modules(), net.modules(), strict=True))
+    assert not is_optimized(net)
+    assert not hasattr(net, "autockpt")
+
+
+def test_it_trains_alike_and_recomputes(net: Net) -> None:
+    optimized = planned(net)
+    assert_alike(net, optimized, batch())
+    case = zoo.Case(net, (batch(),), {}, torch.sum)
+    assert recomputed_calls(case, optimized)["aten.addmm.default"] > 0
+    assert "checkpoint(" in optimized.autockpt.code
+    assert optimized.autockpt.plan.regions
+
+
+def test_plans_at_the_first_training_forward(net: Net) -> None:
+    optimized = autockpt.optimize(net, memory_budget="60%", cost="roofline", solver="interval_dp")
+    assert optimized.autockpt.plan is None
+    assert "first training forward" in str(optimized.autockpt.report)
+    with torch.no_grad():
+        optimized(batch())
+    assert optimized.autockpt.plan is None
+    assert_alike(net, optimized, batch())
+    assert optimized.autockpt.plan.regions
+
+
+def test_without_grad_the_original_forward_runs(net: Net) -> None:
+    optimized = planned(net)
+    net.eval()
+    optimized.eval()
+    with torch.no_grad():
+        assert torch.equal(optimized(batch()), net(batch()))
+    with torch.inference_mode():
+        assert torch.equal(optimized(batch(7)), net(batch(7)))
+    assert len(optimized.autockpt._entries) == 1
+
+
+def test_regions_hold_in_eval_mode(net: Net) -> None:
+    optimized = planned(net)
+    net.eval()
+    optimized.eval()
+    assert_alike(net, optimized, batch())
+    case = zoo.Case(net, (batch(),), {}, torch.sum)
+    assert recomputed_calls(case, optimized)["aten.addmm.default"] > 0
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_train_on_their_own(net: Net, duplicate: Any) -> None:
+    optimized = planned(net)
+    twin = duplicate(optimized)
+    assert type(twin) is type(optimized)
+    assert twin.autockpt is not optimized.autockpt
+    assert twin.autockpt.plan == optimized.autockpt.plan
+    assert_alike(copy.deepcopy(net), twin, batch())
+    assert_alike(net, optimized, batch())
+
+
+def test_a_copy_carries_its_plan_over(net: Net) -> None:
+    optimized = planned(net)
+    twin = copy.deepcopy(optimized)
+    twin.autockpt.settings.check()
+    run_step(twin, (batch(),), loss=torch.sum)
+    assert twin.autockpt.plan.regions == optimized.autockpt.plan.regions
+    assert twin.autockpt.code
+
+
+def test_saved_whole_and_loaded(net: Net) -> None:
+    optimized = planned(net)
+    file = io.BytesIO()
+    torch.save(optimized, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, Net)
+    assert_alike(copy.deepcopy(net), loaded, batch())
+
+
+def test_a_loss_that_cannot_be_pickled_is_asked_for_again(net: Net) -> None:
+    optimized = autockpt.optimize(
+        net,
+        (batch(),),
+        memory_budget="60%",
+        cost="roofline",
+        solver="interval_dp",
+        loss=lambda out: out.sum(),
+    )
+    copy.deepcopy(optimized)(batch()).sum().backward()
+    loaded = pickle.loads(pickle.dumps(optimized))
+    with torch.no_grad():
+        loaded(batch())
+    with pytest.raises(CaptureError, match="loss=.*could not be pickled"):
+        loaded(batch())
+
+
+def test_parameters_are_looked_up_at_every_call(net: Net) -> None:
+    optimized = planned(net)
+    optimized.load_state_dict(Net().state_dict(), assign=True)
+    optimized.blocks[2].up.weight = optimized.blocks[1].up.weight
+    twin = copy.deepcopy(net)
+    twin.load_state_dict(optimized.state_dict())
+    twin.blocks[2].up.weight = twin.blocks[1].up.weight
+    expected = run_step(twin, (batch(),), loss=torch.sum)
+    found = run_step(optimized, (batch(),), loss=torch.sum)
+    assert_same_bits(expected, found)
+
+
+def test_changes_of_the_module_are_noticed(net: Net) -> None:
+    optimized = planned(net)
+    for change in (
+        lambda m: setattr(m, "gain", 0.7),
+        lambda m: m.norm.eval(),
+        lambda m: setattr(m.drop, "p", 0.4),
+        lambda m: m.blocks[0].requires_grad_(False),
+        lambda m: m.blocks.append(m.blocks[0]),
+    ):
+        change(net)
+        change(optimized)
+        x = batch().to(net.norm.weight.dtype)
+        net.zero_grad(set_to_none=True)
+        assert_alike(net, optimized, x)
+
+
+def test_as_a_part_of_a_larger_model(net: Net) -> None:
+    twin = copy.deepcopy(net)
+    head = nn.Linear(32, 2)
+    plain = nn.Sequential(nn.Tanh(), twin, head)
+    ours = nn.Sequential(nn.Tanh(), planned(net), copy.deepcopy(head))
+    assert_same_bits(
+        run_step(plain, (batch(),), loss=torch.sum), run_step(ours, (batch(),), loss=torch.sum)
+    )
+
+
+def test_direct_forward_and_hooks_on_the_root(net: Net) -> None:
+    optimized = planned(net)
+    seen: list[str] = []
+    optimized.register_forward_hook(lambda *_: seen.append("after"))
+    optimized.register_full_backward_hook(lambda *_: seen.append("backward"))
+    optimized(batch()).sum().backward()
+    assert seen == ["after", "backward"]
+    optimized.forward(batch()).sum().backward()
+    assert seen == ["after", "backward"]
+
+
+def test_new_shapes_carry_the_plan_over(net: Net) -> None:
+    optimized = planned(net)
+    regions = optimized.autockpt.plan.regions
+    assert_alike(net, optimized, batch(500))
+    assert optimized.autockpt.plan.regions == regions
+    assert_alike(net, optimized, batch(512))
+    assert len(optimized.autockpt._entries) == 2
+
+
+def test_a_larger_shape_is_solved_again_inside_the_same_bytes(net: Net) -> None:
+    optimized = planned(net, budget="70%")
+    first = optimized.autockpt.plan
+    assert_alike(net, optimized, batch(600))
+    again = optimized.autockpt.plan
+    assert again.regions != first.regions
+    assert again.peak_bytes <= again.budget_bytes
+    with pytest.raises(autockpt.InfeasibleError, match=r"Raise memory_budget to .* bytes"):
+        optimized(batch(5000))
+
+
+def test_the_cache_is_bounded(net: Net) -> None:
+    optimized = planned(net)
+    for rows in range(64, 64 + MAX_ENTRIES + 3):
+        optimized(batch(rows)).sum().backward()
+    assert len(optimized.autockpt._entries) == MAX_ENTRIES
+
+
+def test_other_arguments_are_another_step(net: Net) -> None:
+    optimized = planned(net)
+    assert_alike(net, optimized, batch(), 0.25)
+    assert_alike(net, optimized, batch(), flip=True)
+    assert_alike(net, optimized, batch(), scale=0.25)
+    assert len(optimized.autockpt._entries) == 3
+
+
+def test_another_branch_is_another_step() -> None:
+    net = Branching()
+    optimized = planned(net, budget="75%")
+    small, large = batch(), batch().clone()
+    large[0] = 1e5
+    for x in (small, large, small, large):
+        assert_alike(net, optimized, x)
+    assert len(optimized.autockpt._entries) == 2
+
+
+def test_a_value_that_always_differs_is_refused() -> None:
+    net = Reading()
+    optimized = planned(net)
+    state = torch.get_rng_state()
+    mean = net.norm.running_mean.clone()
+    with pytest.raises(CaptureError, match="differs in every call"):
+        for shift in range(5):
+            state = torch.get_rng_state()
+            mean = net.norm.running_mean.clone()
+            optimized(batch() + shift)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(net.norm.running_mean, mean)
+
+
+def test_the_models_own_errors_stay_its_own(net: Net) -> None:
+    optimized = planned(net)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        optimized(batch(), colour="red")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        optimized(torch.randn(4, 5))
+    assert_alike(net, optimized, batch())
+
+
+def test_a_frozen_model_runs_plain(net: Net) -> None:
+    optimized = planned(net)
+    net.eval().requires_grad_(False)
+    optimized.eval()
+    assert torch.equal(optimized(batch()), net(batch()))
+    assert_alike(net, optimized, batch().requires_grad_())
+
+
+def test_threads_share_one_plan(net: Net) -> None:
+    net.eval()
+    optimized = autockpt.optimize(net, memory_budget="60%", cost="roofline", solver="interval_dp")
+    losses: list[float] = []
+
+    def work() -> None:
+        losses.append(float(optimized(batch()).sum().detach()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(losses)) == 1
+    assert len(losses) == 4
+    assert len(optimized.autockpt._entries) == 1
+
+
+def test_a_transformer_in_every_day_use(tmp_path: Any) -> None:
+    case = zoo.gpt2(layers=2)
+    model = autockpt.optimize(
+        case.model,
+        case.args,
+        case.kwargs,
+        memory_budget="50%",
+        cost="roofline",
+        solver="interval_dp",
+    )
+    assert_same_bits(run_case(case), run_case(case, model))
+    assert model.config is case.model.config
+    prompt = case.kwargs["input_ids"][:1, :8]
+    model.eval()
+    generated = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    case.model.eval()
+    expected = case.model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(generated, expected)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["GPT2LMHeadModel"]
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
+
+
+def test_padding_after_no_padding() -> None:
+    case = zoo.gpt2(layers=2)
+    model = autockpt.optimize(
+        case.model,
+        case.args,
+        case.kwargs,
+        memory_budget="60%",
+        cost="roofline",
+        solver="interval_dp",
+    )
+    mask = torch.ones_like(case.kwargs["input_ids"])
+    padded = mask.clone()
+    padded[1, 40:] = 0
+    for attention_mask in (mask, padded, mask, padded):
+        other = case._replace(kwargs={**case.kwargs, "attention_mask": attention_mask})
+        assert_same_bits(run_case(other), run_case(other, model))
+    assert len(model.autockpt._entries) == 3
