@@ -18,7 +18,7 @@ from solvers.problem import Problem
 from solvers.simulate import Replay, replay_of
 
 _ASKED_SHARES = (1.0, 0.97, 0.9, 1.03, 1.1)
-_PRICES = 3000
+_PRICES = 1500
 _NESTING_SHARE = 0.6
 
 

@@ -9,6 +9,7 @@ import pulp
 from solvers.errors import InfeasibleError
 from solvers.graph import Graph
 from solvers.problem import Problem
+from solvers.programs import run_program
 from solvers.simulate import NOTHING, Replay, replay_of
 
 _INSTANTS = 6
@@ -24,11 +25,17 @@ def peak_bound(problem: Problem) -> int:
     Examples
     --------
     >>> from solvers.problem import Op, Storage, Value
-    >>> peak_bound(Problem(
-    ...     ops=(Op(name="y", inputs=(0,), outputs=(1,)),),
-    ...     values=(Value(storage=0), Value(storage=1)),
-    ...     storages=(Storage(nbytes=8), Storage(nbytes=4, producer=0)),
-    ...     outputs=(1,), loss=1, boundaries=(True, True), batch_bytes=8))
+    >>> peak_bound(
+    ...     Problem(
+    ...         ops=(Op(name="y", inputs=(0,), outputs=(1,)),),
+    ...         values=(Value(storage=0), Value(storage=1)),
+    ...         storages=(Storage(nbytes=8), Storage(nbytes=4, producer=0)),
+    ...         outputs=(1,),
+    ...         loss=1,
+    ...         boundaries=(True, True),
+    ...         batch_bytes=8,
+    ...     )
+    ... )
     12
     """
     replay = replay_of(problem)
@@ -38,7 +45,7 @@ def peak_bound(problem: Problem) -> int:
     for i, op in enumerate(problem.ops):
         alive = {s for s in held if graph.producer[s] < i}
         alive.update(graph.reads[i], graph.produced[i])
-        level = sum(graph.nbytes[s] for s in alive) 
+        level = sum(graph.nbytes[s] for s in alive)
         level += min(op.forward_workspace_bytes, op.workspace_in_region_bytes)
         top = max(top, problem.fixed_bytes + level)
         for mode in (0, 1):
@@ -123,7 +130,7 @@ def _cost_at(replay: Replay, budget_bytes: int, instant: int) -> int:
         pulp.lpSum(kept * (graph.nbytes[s] / scale) for s, kept in wanted.kept.items())
         <= room / scale + _SLACK
     )
-    model.solve(make_backend())
+    run_program(model)
     if model.sol_status != pulp.LpSolutionOptimal or not wanted.part:
         return 0
     return max(0, math.floor(pulp.value(cost) * (1 - _SLACK)))
@@ -175,9 +182,7 @@ class _Program:
             self.part[i] = pulp.LpVariable(f"part_{i}", 0, 1)
             self.whole[i] = pulp.LpVariable(f"whole_{i}", 0, 1)
             self.rows.append(self.part[i] >= self.whole[i])
-            pending += [
-                self.graph.producer[s] for s in self.graph.reads[i] if s not in self.held
-            ]
+            pending += [self.graph.producer[s] for s in self.graph.reads[i] if s not in self.held]
             self._needed.add(i)
         for i in sorted(self._needed):
             for s in self.graph.reads[i]:
@@ -185,18 +190,3 @@ class _Program:
                     source = self.whole[self.graph.producer[s]]
                     self.rows.append(self._keep(s) + source >= self.part[i])
         self._needed.clear()
-
-
-def make_backend(
-    *, seconds: float | None = None, exact: bool = False
-) -> pulp.LpSolver:
-    """Return HiGHS where it is installed, else the CBC that comes with PuLP."""
-    options: dict[str, float] = {}
-    if seconds is not None:
-        options["timeLimit"] = seconds
-    if exact:
-        options["gapRel"] = 0.0
-    highs = pulp.HiGHS(msg=False, threads=1, **options)
-    if highs.available():
-        return highs
-    return pulp.PULP_CBC_CMD(msg=False, threads=1, **options)

@@ -67,7 +67,11 @@ def solve(
     ...     ops=(Op(name="y", inputs=(0,), outputs=(1,)),),
     ...     values=(Value(storage=0), Value(storage=1)),
     ...     storages=(Storage(nbytes=8), Storage(nbytes=4, producer=0)),
-    ...     outputs=(1,), loss=1, boundaries=(True, True), batch_bytes=8)
+    ...     outputs=(1,),
+    ...     loss=1,
+    ...     boundaries=(True, True),
+    ...     batch_bytes=8,
+    ... )
     >>> solve(problem, 12).recompute_cost
     0
     >>> solve(problem, 12, "magic")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pulp
 
-from solvers.bounds import make_backend
 from solvers.interval_search import best_flat, search_of
 from solvers.minimum import least_flat_peak
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
+from solvers.programs import run_program
 from solvers.simulate import NOTHING, Replay, replay_of
 
 SMALL_OPS = 40
@@ -97,6 +97,7 @@ class FlatProgram:
     model: pulp.LpProblem = field(init=False)
     chosen: dict[tuple[int, int], pulp.LpVariable] = field(init=False)
     outside: list[pulp.LpVariable] = field(init=False)
+    impossible: bool = False
     _holders: dict[int, dict[int, pulp.LpVariable]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,9 +118,7 @@ class FlatProgram:
         # Costs as shares of a forward, so that the backend's tolerances fit them.
         total = max(1, self.replay.forward_cost)
         costs = tables.region_cost
-        self.model += pulp.lpSum(
-            x * (int(costs[pair]) / total) for pair, x in self.chosen.items()
-        )
+        self.model += pulp.lpSum(x * (int(costs[pair]) / total) for pair, x in self.chosen.items())
         self._cover()
         self._hold()
         self._fit()
@@ -214,9 +213,13 @@ class FlatProgram:
 
     def _row(self, terms: list[tuple[int, pulp.LpVariable]], level: int) -> None:
         scale = max(1, self.budget_bytes)
-        self.model += pulp.lpSum(x * (nbytes / scale) for nbytes, x in terms) <= (
-            self.budget_bytes - level
-        ) / scale
+        if not any(nbytes for nbytes, _ in terms):
+            self.impossible |= level > self.budget_bytes
+            return
+        self.model += (
+            pulp.lpSum(x * (nbytes / scale) for nbytes, x in terms if nbytes)
+            <= (self.budget_bytes - level) / scale
+        )
 
     def solve(self, deadline: float) -> tuple[tuple[Region, ...] | None, bool]:
         """Solve, let the judge cut off what does not fit, and solve again.
@@ -228,11 +231,15 @@ class FlatProgram:
         solved : bool
             Whether that is proven for this program.
         """
+        if self.impossible:
+            return None, True
+        if not self.chosen:
+            return (() if self.replay.price(())[0] <= self.budget_bytes else None), True
         while True:
             seconds = deadline - time.perf_counter()
             if seconds <= 0:
                 return None, False
-            self.model.solve(make_backend(seconds=seconds, exact=True))
+            run_program(self.model, seconds=seconds, exact=True)
             if self.model.status == pulp.LpStatusInfeasible:
                 return None, True
             if self.model.sol_status not in (

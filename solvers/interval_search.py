@@ -14,7 +14,7 @@ from solvers.simulate import Replay
 _LABELS = 256
 _PLAIN_OPS = 12
 _REGION_OPS = 160
-_INDEX_BITS = 20
+_TRIES = 4
 _UNREACHED = 1 << 62
 
 
@@ -164,9 +164,7 @@ class IntervalSearch:
         return tuple(reversed(regions))
 
 
-def _undominated(
-    kept: NDArray[np.int64], cost: NDArray[np.int64], width: int
-) -> NDArray[np.intp]:
+def _undominated(kept: NDArray[np.int64], cost: NDArray[np.int64], width: int) -> NDArray[np.intp]:
     """Return the indices of the labels to go on with, by rising bytes and falling cost."""
     index = np.flatnonzero(cost < _UNREACHED)
     if not len(index):
@@ -203,16 +201,24 @@ def best_flat(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
     what they give is just inside the real one.
     """
     search = search_of(replay)
-    best: tuple[int, tuple[Region, ...]] | None = None
     asked = budget_bytes
-    for _ in range(4):
+    for _ in range(_TRIES):
         regions = search.run(asked)
         if regions is None:
-            break
-        peak, cost = replay.price(regions)
+            return None
+        peak, _ = replay.price(regions)
         if peak <= budget_bytes:
-            if best is None or cost < best[0]:
-                best = (cost, regions)
-            break
-        asked -= max(peak - budget_bytes, (budget_bytes - replay.bases[1]) // 256)
-    return None if best is None else best[1]
+            return without_idle(replay, regions, budget_bytes)
+        asked -= max(peak - budget_bytes, (budget_bytes - replay.bases[1]) // _LABELS)
+    return None
+
+
+def without_idle(
+    replay: Replay, regions: tuple[Region, ...], budget_bytes: int
+) -> tuple[Region, ...]:
+    """Drop the regions without which the plan fits as well."""
+    for region in sorted(regions, key=lambda region: -replay.profile(region).cost):
+        fewer = tuple(other for other in regions if other is not region)
+        if replay.price(fewer)[0] <= budget_bytes:
+            regions = fewer
+    return regions

@@ -57,8 +57,8 @@ class _Storages:
     producer: NDArray[np.intp]
     last_use: NDArray[np.intp]
     first_read: NDArray[np.intp]
+    last_read: NDArray[np.intp]
     first_saver: NDArray[np.intp]
-    last_saver: NDArray[np.intp]
     output: NDArray[np.bool_]
 
 
@@ -70,6 +70,7 @@ def make_intervals(replay: Replay) -> Intervals:
     states = _random_states(replay)
     far = np.full(len(saved), size + 1, np.intp)
     after_use = np.where(storages.output, size + 1, storages.last_use + 1)
+    after_read = storages.last_read + 1
     made = storages.producer
     unheld = np.where(storages.output, 0, storages.nbytes)
 
@@ -79,8 +80,8 @@ def make_intervals(replay: Replay) -> Intervals:
     forward = table(made, after_use, storages.nbytes)
     alive = table(made, np.where(saved, far, after_use), storages.nbytes)
     holds = table(np.where(saved, storages.first_saver, far), far, storages.nbytes)
-    region_keeps = table(made + 1, after_use, unheld)
-    plain_keeps = table(made + 1, np.where(saved, far, after_use), unheld)
+    region_keeps = table(made + 1, after_read, unheld)
+    plain_keeps = table(made + 1, np.where(saved, far, after_read), unheld)
     outputs_bytes = int(storages.nbytes[storages.output].sum())
     backward = _backward_needs(replay, holds)
     workspace = np.append(replay.workspace, 0)
@@ -106,12 +107,14 @@ def make_intervals(replay: Replay) -> Intervals:
 def _columns(replay: Replay) -> _Storages:
     graph = replay.graph
     first_saver = [graph.size] * len(graph.nbytes)
-    last_saver = [-1] * len(graph.nbytes)
     for op, release in enumerate(graph.release):
         if release is not None:
             for s in graph.saved[op]:
                 first_saver[s] = min(first_saver[s], op)
-                last_saver[s] = op
+    last_read = list(graph.producer)
+    for op, storages in enumerate(graph.reads):
+        for s in storages:
+            last_read[s] = op
     tracked = [s for s, producer in enumerate(graph.producer) if producer >= 0]
     output = np.zeros(len(graph.nbytes), bool)
     output[list(graph.outputs)] = True
@@ -120,8 +123,8 @@ def _columns(replay: Replay) -> _Storages:
         producer=np.array([graph.producer[s] for s in tracked], np.intp),
         last_use=np.array([graph.last_use[s] for s in tracked], np.intp),
         first_read=np.array([graph.first_read[s] for s in tracked], np.intp),
+        last_read=np.array([last_read[s] for s in tracked], np.intp),
         first_saver=np.array([first_saver[s] for s in tracked], np.intp),
-        last_saver=np.array([last_saver[s] for s in tracked], np.intp),
         output=output[tracked],
     )
 
@@ -226,8 +229,8 @@ def _freed(size: int, storages: _Storages, unheld: Table) -> Table:
     passed = (storages.first_read < size) & (storages.first_saver == size)
     nbytes = np.where(passed, unheld, 0)
     changes = np.zeros((size + 2, size + 2), np.int64)
-    last_use = np.minimum(storages.last_use + 1, size + 1)
-    np.add.at(changes, (storages.producer + 1, last_use), nbytes)
-    np.add.at(changes, (np.minimum(storages.first_read, size) + 1, last_use), -nbytes)
+    freed_at = np.minimum(storages.last_read + 1, size + 1)
+    np.add.at(changes, (storages.producer + 1, freed_at), nbytes)
+    np.add.at(changes, (np.minimum(storages.first_read, size) + 1, freed_at), -nbytes)
     changes = np.cumsum(np.cumsum(changes, axis=0), axis=1)
     return changes[: size + 1, : size + 1]

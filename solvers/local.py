@@ -56,9 +56,7 @@ def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Regi
             yield Region(start=region.start, stop=stop)
 
 
-def _joints(
-    replay: Replay, regions: tuple[Region, ...], k: int
-) -> Iterator[tuple[Region, ...]]:
+def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[tuple[Region, ...]]:
     """Yield plans that move the joint of two touching regions, or split a region in two."""
     region, before, after = regions[k], regions[:k], regions[k + 1 :]
     if after and after[0].start == region.stop and not after[0].children:

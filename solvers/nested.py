@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from solvers.interval_search import IntervalSearch, Segment, search_of
@@ -52,7 +54,7 @@ def _cuts(search: IntervalSearch) -> list[int]:
     crossing = search.tables.region_keeps[0]
     edges = np.linspace(0, size, _CUTS + 1).astype(int)
     cuts = {0, size}
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         inside = [i for i in range(low, high) if replay.problem.boundaries[i]]
         if inside:
             cuts.add(min(inside, key=lambda i: (int(crossing[i]), i)))

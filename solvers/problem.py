@@ -203,9 +203,7 @@ class Problem:
     @property
     def fixed_bytes(self) -> int:
         """Bytes there at the start of a step with gradients resident."""
-        return (
-            self.parameter_bytes + self.buffer_bytes + self.batch_bytes + self.gradient_bytes
-        )
+        return self.parameter_bytes + self.buffer_bytes + self.batch_bytes + self.gradient_bytes
 
     @property
     def forward_cost(self) -> int:

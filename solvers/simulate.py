@@ -335,9 +335,7 @@ class _Step:
                 continue
             found = judge.before[0][op] + self.instant[op] - self._own(op)
             for level, levels in self._replays(op):
-                events += [
-                    ("recompute", inner, int(found) + level + at) for inner, at in levels
-                ]
+                events += [("recompute", inner, int(found) + level + at) for inner, at in levels]
             events.append(("backward", op, int(instant[op])))
             events.append(("backward", op, int(after[op])))
         return tuple(events)
@@ -396,13 +394,24 @@ def simulate(problem: Problem, plan: Plan, *, timeline: bool = False) -> Predict
     --------
     >>> from solvers.problem import Gradient, Op, Storage, Value
     >>> def op(i):
-    ...     return Op(name=f"y{i}", inputs=(i,), outputs=(i + 1,), saved=(i,), packs=True,
-    ...               gradient_bytes=(8,), gradients=(Gradient(value=i, source=0),), cost=1)
+    ...     return Op(
+    ...         name=f"y{i}",
+    ...         inputs=(i,),
+    ...         outputs=(i + 1,),
+    ...         saved=(i,),
+    ...         packs=True,
+    ...         gradient_bytes=(8,),
+    ...         gradients=(Gradient(value=i, source=0),),
+    ...         cost=1,
+    ...     )
     >>> problem = Problem(
     ...     ops=tuple(op(i) for i in range(4)),
     ...     values=tuple(Value(storage=i, gradient_bytes=8) for i in range(5)),
     ...     storages=(Storage(nbytes=8), *(Storage(nbytes=8, producer=i) for i in range(4))),
-    ...     outputs=(), loss=4, boundaries=(True,) * 5)
+    ...     outputs=(),
+    ...     loss=4,
+    ...     boundaries=(True,) * 5,
+    ... )
     >>> simulate(problem, Plan()).peak_bytes
     48
     >>> simulate(problem, Plan.flat([(0, 2), (2, 4)])).recompute_cost

@@ -38,6 +38,4 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     started = time.perf_counter()
     runs = blocks(problem)
     regions = grouped(problem, runs, max(1, math.isqrt(len(runs)))) if runs else ()
-    return require(
-        problem, priced(problem, regions, "sqrt_n", budget_bytes, started), budget_bytes
-    )
+    return require(problem, priced(problem, regions, "sqrt_n", budget_bytes, started), budget_bytes)

@@ -163,9 +163,7 @@ class Runtime:
             self.meter.note(op.stop_peak_bytes - sum(b.nbytes for b in made.values()))
         else:
             dropped = isinstance(hook, ForwardHook) and op.dropped_workspace_bytes is not None
-            self.meter.note(
-                op.dropped_workspace_bytes if dropped else op.forward_workspace_bytes
-            )
+            self.meter.note(op.dropped_workspace_bytes if dropped else op.forward_workspace_bytes)
         if packs and not (saves_inputs_only and op.stop_cost == 0):
             if self.replaying:
                 self.recompute_cost += op.stop_cost
@@ -298,24 +296,26 @@ class Runtime:
         node.saved = node.hook = None
         touched = []
         while out:
-            value, buffer, dense = out.pop(0)
-            touched.append(value)
-            self.expected[value] -= 1
-            held = self.gradients.pop(value, None)
-            if not (problem.values[value].leaf or self.has_node(value)):
-                pass
-            elif held is None:
-                self.gradients[value] = (buffer, dense)
-            elif held[1] and not self.shared(held[0], out, [buffer]):
-                self.gradients[value] = held
-            else:
-                total = Buffer(self.meter, problem.values[value].gradient_bytes)
-                self.gradients[value] = (total, True)
-                del total
-            del buffer, held
+            touched.append(out[0][0])
+            self.deliver(out)
         for value in dict.fromkeys(touched):
             if problem.values[value].leaf and not self.expected[value]:
                 self.accumulate(value)
+
+    def deliver(self, out):
+        problem = self.problem
+        value, buffer, dense = out.pop(0)
+        self.expected[value] -= 1
+        held = self.gradients.pop(value, None)
+        if not (problem.values[value].leaf or self.has_node(value)):
+            return
+        if held is None:
+            self.gradients[value] = (buffer, dense)
+        elif held[1] and not self.shared(held[0], out, [buffer]):
+            self.gradients[value] = held
+        else:
+            total = Buffer(self.meter, problem.values[value].gradient_bytes)
+            self.gradients[value] = (total, True)
 
     def has_node(self, value):
         return any(value in op.outputs and self.differentiable(op) for op in self.problem.ops)

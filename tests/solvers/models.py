@@ -13,8 +13,20 @@ class Transformer(Builder):
         self.batch, self.length, self.vocabulary = batch, length, vocabulary
         self.module = ""
 
-    def call(self, name, inputs, size, *, saves="", hidden=(), handed=False, flops=0, weight=0,
-             random=False, view=False):
+    def call(
+        self,
+        name,
+        inputs,
+        size,
+        *,
+        saves="",
+        hidden=(),
+        handed=False,
+        flops=0,
+        weight=0,
+        random=False,
+        view=False,
+    ):
         """Add an op whose first output has ``size`` bytes; return its value."""
         index = len(self.ops)
         storage = self.values[inputs[0]].storage if view else self.storage(size, index)
@@ -41,25 +53,43 @@ class Transformer(Builder):
         made = 0 if view else size + sum(hidden)
         cost = flops // 50 + made // 5 + 5000
         self.op(
-            name, inputs=tuple(names), outputs=(out,), saved=tuple(dict.fromkeys(saved)),
-            packs=bool(saved or weight), gradient_bytes=tuple(fresh), gradients=tuple(gradients),
-            cost=cost, stop_cost=cost if own else 0, flops=flops,
-            stop_flops=flops if own else 0, backward_flops=2 * flops, random=random,
-            module=self.module, source="modeling_gpt2.py:1",
+            name,
+            inputs=tuple(names),
+            outputs=(out,),
+            saved=tuple(dict.fromkeys(saved)),
+            packs=bool(saved or weight),
+            gradient_bytes=tuple(fresh),
+            gradients=tuple(gradients),
+            cost=cost,
+            stop_cost=cost if own else 0,
+            flops=flops,
+            stop_flops=flops if own else 0,
+            backward_flops=2 * flops,
+            random=random,
+            module=self.module,
+            source="modeling_gpt2.py:1",
         )
         return out
 
     def linear(self, x, n_in, n_out):
         x = self.call("view", [x], 4 * self.rows * n_in, view=True)
         y = self.call(
-            "addmm", [x], 4 * self.rows * n_out, saves="i", weight=4 * n_in * n_out,
+            "addmm",
+            [x],
+            4 * self.rows * n_out,
+            saves="i",
+            weight=4 * n_in * n_out,
             flops=2 * self.rows * n_in * n_out,
         )
         return self.call("view", [y], 4 * self.rows * n_out, view=True)
 
     def norm(self, x):
         return self.call(
-            "layer_norm", [x], 4 * self.rows * self.width, saves="i", weight=8 * self.width,
+            "layer_norm",
+            [x],
+            4 * self.rows * self.width,
+            saves="i",
+            weight=8 * self.width,
             hidden=(4 * self.rows, 4 * self.rows),
         )
 

@@ -1,0 +1,277 @@
+"""Solvers against the oracle, the bounds and each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers import (
+    SOLVERS,
+    InfeasibleError,
+    NoPlanFoundError,
+    Plan,
+    PlanError,
+    Region,
+    bound,
+    least_peak,
+    peak_bound,
+    simulate,
+    solve,
+)
+from solvers.blocks import blocks
+from solvers.ilp import solve as solve_ilp
+from tests.solvers.checker import check
+from tests.solvers.models import gpt2
+from tests.solvers.problems import plans, problems
+
+MB = 10**6
+
+pytestmark = pytest.mark.filterwarnings("ignore:Constructing LpVariable")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2(layers=4)
+
+
+def budget_for(data, problem):
+    """Draw a budget between what nothing can go below and what the plain step needs."""
+    plain = simulate(problem, Plan()).peak_bytes
+    return data.draw(st.integers(min(peak_bound(problem), plain), plain))
+
+
+def outcome(problem, budget, solver):
+    try:
+        return solve(problem, budget, solver)
+    except InfeasibleError as error:
+        return error
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_ilp_agrees_with_exhaustive(data):
+    problem = data.draw(problems(max_ops=6))
+    budget = budget_for(data, problem)
+    oracle, found = outcome(problem, budget, "exhaustive"), outcome(problem, budget, "ilp")
+    if isinstance(oracle, InfeasibleError):
+        assert isinstance(found, InfeasibleError)
+    else:
+        assert (found.recompute_cost, found.status) == (oracle.recompute_cost, "optimal")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_oracle_bounds_the_others(data):
+    problem = data.draw(problems(max_ops=7))
+    budget = budget_for(data, problem)
+    oracle = outcome(problem, budget, "exhaustive")
+    for name in sorted(set(SOLVERS) - {"exhaustive", "ilp"}):
+        found = outcome(problem, budget, name)
+        if isinstance(found, InfeasibleError):
+            assert name != "auto" or isinstance(oracle, InfeasibleError)
+            continue
+        assert simulate(problem, found).peak_bytes == found.peak_bytes <= budget
+        if name != "auto":
+            assert found.recompute_cost >= oracle.recompute_cost
+        elif isinstance(oracle, Plan):
+            assert found.recompute_cost <= oracle.recompute_cost
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_plan_goes_below_the_bounds(data):
+    problem = data.draw(problems())
+    plan = data.draw(plans(problem))
+    peak, fresh, cost, _ = check(problem, plan)
+    assert max(peak, fresh) >= peak_bound(problem)
+    assert cost >= bound(problem, max(peak, fresh))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_checker_refuses_a_corrupted_plan(data):
+    """A plan that claims another peak or price than it has is found out."""
+    problem = data.draw(problems())
+    plan = data.draw(plans(problem))
+    prediction = simulate(problem, plan)
+    honest = replace(
+        plan, peak_bytes=prediction.peak_bytes, recompute_cost=prediction.recompute_cost
+    )
+    assert audit(problem, honest) == []
+    assert audit(problem, replace(honest, peak_bytes=honest.peak_bytes - 1))
+    assert audit(problem, replace(honest, recompute_cost=honest.recompute_cost + 1))
+
+
+def audit(problem, plan):
+    """Return what is wrong with a plan's claims, by the toy runtime."""
+    resident, fresh, cost, _ = check(problem, plan)
+    wrong = []
+    if max(resident, fresh) != plan.peak_bytes:
+        wrong.append("peak")
+    if cost != plan.recompute_cost:
+        wrong.append("cost")
+    return wrong
+
+
+def test_dropping_a_region_of_a_tight_plan_is_found_out(model):
+    budget = simulate(model, Plan()).peak_bytes // 2
+    plan = solve(model, budget, "interval_dp")
+    for k in range(len(plan.regions)):
+        corrupt = replace(plan, regions=plan.regions[:k] + plan.regions[k + 1 :])
+        assert audit(model, corrupt)
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        ([Region(start=3, stop=3)], "not empty"),
+        ([Region(start=5, stop=9), Region(start=7, stop=12)], "disjoint"),
+        ([Region(start=-1, stop=4)], "does not lie in"),
+        ([Region(start=5, stop=10**6)], "does not lie in"),
+        ([Region(start=3, stop=9, children=(Region(start=3, stop=9),))], "own size"),
+        ([Region(start=3, stop=9, children=(Region(start=8, stop=10),))], "does not lie in"),
+    ],
+)
+def test_malformed_plans_are_refused(model, regions, message):
+    with pytest.raises(PlanError, match=message):
+        simulate(model, Plan(regions=tuple(regions)))
+
+
+def test_edges_inside_inplace_stretches_and_pinned_ops_are_refused(model):
+    boundaries = list(model.boundaries)
+    boundaries[7] = False
+    with pytest.raises(PlanError, match="in place"):
+        simulate(replace(model, boundaries=tuple(boundaries)), Plan.flat([(7, 12)]))
+    ops = list(model.ops)
+    ops[8] = replace(ops[8], pinned=True)
+    with pytest.raises(PlanError, match="must stay"):
+        simulate(replace(model, ops=tuple(ops)), Plan.flat([(7, 12)]))
+
+
+def test_another_models_plan_is_refused(model):
+    with pytest.raises(PlanError, match="another model"):
+        simulate(model, Plan(signature="else"))
+
+
+@pytest.mark.parametrize("name", sorted(set(SOLVERS) - {"exhaustive", "none", "ilp"}))
+def test_solvers_fit_and_are_deterministic(model, name):
+    budget = model.fixed_bytes + int(0.6 * (simulate(model, Plan()).activation_peak_bytes))
+    plan, again = solve(model, budget, name), solve(replace(model), budget, name)
+    assert plan.regions == again.regions
+    assert plan.peak_bytes <= budget
+    assert plan.budget_bytes == budget
+    assert plan.solver == name
+    assert plan.recompute_cost >= bound(model, budget)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_auto_is_no_worse_than_any_other_and_monotone(model):
+    activations = simulate(model, Plan()).activation_peak_bytes
+    costs = []
+    for share in (0.25, 0.4, 0.6, 0.8, 1.0):
+        budget = model.fixed_bytes + int(share * activations)
+        costs.append(solve(model, budget).recompute_cost)
+        for name in ("every_k", "sqrt_n", "interval_dp"):
+            found = outcome(model, budget, name)
+            assert isinstance(found, InfeasibleError) or costs[-1] <= found.recompute_cost
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == 0
+
+
+def test_plain_step_that_fits_is_proven_optimal(model):
+    plan = solve(model, simulate(model, Plan()).peak_bytes)
+    assert (plan.regions, plan.status, plan.recompute_cost) == ((), "optimal", 0)
+
+
+def test_nested_regions_go_below_flat_ones(model):
+    least = least_peak(model)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(model, least.peak_bytes, "interval_dp")
+    assert least.peak_bytes < caught.value.minimum_bytes
+    assert any(region.children for region in least.regions)
+    assert audit(model, least) == []
+    assert solve(model, least.peak_bytes).peak_bytes <= least.peak_bytes
+
+
+def test_ilp_says_when_it_ran_out_of_time(model):
+    budget = model.fixed_bytes + simulate(model, Plan()).activation_peak_bytes // 2
+    plan = solve_ilp(model, budget, seconds=0.0)
+    assert (plan.status, plan.peak_bytes <= budget) == ("time limit", True)
+
+
+def test_below_the_bound_no_plan_fits(model):
+    least = least_peak(model).peak_bytes
+    with pytest.raises(InfeasibleError, match=r"No plan fits .* Raise memory_budget") as caught:
+        solve(model, peak_bound(model) - 1)
+    assert not isinstance(caught.value, NoPlanFoundError)
+    assert (caught.value.minimum_bytes, caught.value.bound_bytes) == (least, peak_bound(model))
+    assert "transformer.h." in caught.value.op
+    with pytest.raises(NoPlanFoundError, match="None found that fits"):
+        solve(model, peak_bound(model))
+    with pytest.raises(InfeasibleError):
+        bound(model, peak_bound(model) - 1)
+
+
+def test_a_users_solver(model):
+    def mine(problem, budget_bytes):
+        return Plan.flat(blocks(problem))
+
+    budget = model.fixed_bytes + simulate(model, Plan()).activation_peak_bytes
+    plan = solve(model, budget, mine)
+    assert (plan.solver, plan.peak_bytes) == ("mine", simulate(model, plan).peak_bytes)
+    with pytest.raises(PlanError, match=r"'mine' returned a plan whose peak is .* over"):
+        solve(model, peak_bound(model), mine)
+    with pytest.raises(PlanError, match="returned list, not a"):
+        solve(model, budget, lambda problem, budget_bytes: [])
+    with pytest.raises(PlanError, match="malformed"):
+        solve(model, budget, lambda problem, budget_bytes: Plan.flat([(4, 2)]))
+    with pytest.raises(PlanError, match="no solver 3"):
+        solve(model, budget, 3)
+
+
+def test_exhaustive_says_what_it_is_for(model):
+    with pytest.raises(PlanError, match="at most 10 ops"):
+        solve(model, model.fixed_bytes, "exhaustive")
+
+
+def test_blocks_are_the_layers(model):
+    found = blocks(model)
+    assert len(found) == 4
+    for layer, (start, stop) in enumerate(found):
+        modules = {op.module for op in model.ops[start:stop]}
+        assert all(module.startswith(f"transformer.h.{layer}") for module in modules)
+
+
+def test_blocks_without_modules_are_chunks(model):
+    bare = replace(model, ops=tuple(replace(op, module="") for op in model.ops))
+    found = blocks(bare)
+    assert found[0][0] == 0
+    assert found[-1][1] == len(bare.ops)
+    assert len(found) > 8
+
+
+def test_progress_is_told(model):
+    lines = []
+    budget = model.fixed_bytes + simulate(model, Plan()).activation_peak_bytes // 2
+    solve(model, budget, progress=lines.append)
+    assert "local search" in lines
+
+
+def test_solvers_need_no_torch():
+    code = "import sys, solvers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_gpt2_in_the_size_of_the_design():
+    """Recompute shares that flat regions reach at these activation peaks, in MB."""
+    problem = gpt2()
+    for megabytes, share in ((200, 0.17), (66, 0.66), (45, 1.0)):
+        plan = solve(problem, problem.fixed_bytes + megabytes * MB)
+        prediction = simulate(problem, plan)
+        assert prediction.activation_peak_bytes <= megabytes * MB
+        assert prediction.recompute_share <= share
