@@ -1,4 +1,4 @@
-"""Equality of tensors to the bit."""
+"""Equality of tensors to the bit, and identity of their storages."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements, in order."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return what identifies a tensor's storage while it lives; None where it has none."""
+    if tensor.layout is not torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)

@@ -74,6 +74,8 @@ def check(
     run = forward or (lambda root, *tensors: replay(capture, root, tensors))
     for second in (False, True):
         batch = _Batch(args, kwargs, redraw=second)
+        if second and not batch.differs:
+            return
         try:
             plain = _run(
                 capture, model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1]
@@ -93,6 +95,11 @@ def check(
                 f"The recorded forward misses its own guard on the recorded batch: {miss}. "
                 "The model does not do the same twice; it cannot be captured."
             ) from miss
+        except RuntimeError as error:
+            if isinstance(error, CaptureError):
+                raise
+            which = "a second batch" if second else "the recorded batch"
+            raise CaptureError(f"The captured forward fails on {which}: {error}") from error
         difference = _difference(plain, ours)
         if difference:
             place = _first_difference(capture, model, batch)
@@ -111,6 +118,7 @@ class _Batch:
         self._template, tensors = Template.describe((tuple(args), dict(kwargs)))
         generator = torch.Generator().manual_seed(0)
         self._tensors = [redrawn(t, generator) if redraw else t for t in tensors]
+        self.differs = any(a is not b for a, b in zip(self._tensors, tensors, strict=True))
 
     def fresh(self, parameters: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments that may be written; the model's own tensors stay themselves."""
@@ -135,7 +143,7 @@ def redrawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     Floats are drawn anew with the same mean and deviation, integers change places; masks
     (no more than two distinct values, or infinities) stay as they are.
     """
-    if tensor.device.type != "cpu" or tensor.numel() < 2 or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.numel() < 2 or tensor.layout is not torch.strided:
         return tensor
     flat = tensor.detach().reshape(-1)
     if tensor.dtype is torch.bool or tensor.is_complex() or flat.unique().numel() <= 2:
@@ -144,10 +152,11 @@ def redrawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         if not bool(flat.isfinite().all()):
             return tensor
         noise = torch.randn(flat.shape, generator=generator, dtype=torch.float32)
+        noise = noise.to(flat.device)
         new = (noise * flat.float().std() + flat.float().mean()).to(tensor.dtype)
         new = new.clamp(flat.min(), flat.max())
     else:
-        new = flat[torch.randperm(flat.numel(), generator=generator)]
+        new = flat[torch.randperm(flat.numel(), generator=generator).to(flat.device)]
     out = torch.empty_like(tensor.detach()).copy_(new.view(tensor.shape))
     return out.requires_grad_(tensor.requires_grad)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autockpt.capture.bits import storage_id
 from autockpt.capture.guards import expect
 from autockpt.capture.paths import read_path
 
@@ -49,7 +50,7 @@ def finish(
 
 def _move_counters(graph: fx.Graph, model: torch.nn.Module) -> None:
     counters: list[fx.Node] = []
-    others: set[int] = set()
+    others: set[int | None] = set()
     for node in graph.nodes:
         reads = [_storage(n, model) for n in node.all_input_nodes if is_read(n)]
         if _is_counter(node):
@@ -81,8 +82,8 @@ def is_read(node: fx.Node) -> bool:
     return node.op == "get_attr" and node.meta["kind"] != "closure"
 
 
-def _storage(node: fx.Node, model: torch.nn.Module) -> int:
-    return int(read_path(model, str(node.target)).untyped_storage()._cdata)
+def _storage(node: fx.Node, model: torch.nn.Module) -> int | None:
+    return storage_id(read_path(model, str(node.target)))
 
 
 def _picks(node: fx.Node) -> bool:

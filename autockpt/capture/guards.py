@@ -7,6 +7,7 @@ that another branch would have been taken.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -104,9 +105,10 @@ def same(left: object, right: object) -> bool:
     return bool(left == right)
 
 
-def freeze_array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
-    """Turn an array into a plain value: dtype, shape and bytes."""
-    return str(array.dtype), array.shape, array.tobytes()
+def freeze_array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], str]:
+    """Turn an array into a plain value: dtype, shape and a digest of its bytes."""
+    digest = hashlib.sha256(array.tobytes()).hexdigest()
+    return str(array.dtype), array.shape, digest
 
 
 def _short(value: object) -> str:

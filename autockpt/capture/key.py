@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as _module_globals
 
 from autockpt.capture.ambient import Ambient
+from autockpt.capture.guards import freeze_array
 from autockpt.capture.paths import OURS, fields_of, is_atom
 from autockpt.capture.tree import Binding
 
@@ -240,6 +242,8 @@ class _Freezer:
             return (type(value), value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return freeze_array(np.asarray(value))
         if isinstance(value, torch.nn.Module):
             name = self._names.get(id(value))
             return ("module", name) if name is not None else _Is(value)

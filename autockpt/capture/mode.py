@@ -54,7 +54,10 @@ class Recorder(TorchFunctionMode):
         if name in REFUSED:
             raise self.refuse(REFUSED[name], "Move that out of the forward.")
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise self.refuse("a torch.func transform (vmap, grad, jvp) runs", "Unroll it.")
+            raise self.refuse(
+                "a torch.func transform (vmap, grad, jvp) runs",
+                "Leave that part out of the module that is optimized.",
+            )
         if name in QUESTIONS and args and isinstance(args[0], torch.Tensor):
             return self._question(QUESTIONS[name], func, args, kwargs)
         if target.op == "set_property":

@@ -69,6 +69,8 @@ def patched(recorder: Listener) -> Iterator[None]:
             replace(torch.nn.Module, "__call__", _module_call(torch.nn.Module.__call__))
             replace(torch.autograd.Function, "apply", _apply())
             replace(torch.autograd, "_engine_run_backward", _engine(torch.autograd))
+            name = "_saved_tensors_hooks_disable"
+            replace(torch._C._autograd, name, _transforms(torch._C._autograd))
             checkpoint = torch.utils.checkpoint
             name = "_checkpoint_without_reentrant_generator"
             replace(checkpoint, name, _dissolve(checkpoint.__dict__[name]))
@@ -142,6 +144,22 @@ def _dissolve(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterato
         yield
 
     return _checkpoint_without_reentrant_generator
+
+
+def _transforms(owner: Any) -> Callable[..., Any]:
+    original: Callable[..., Any] = owner._saved_tensors_hooks_disable
+
+    # The gradient transforms of torch.func forbid saved-tensor hooks before they do anything.
+    def _saved_tensors_hooks_disable(*args: Any) -> Any:
+        recorder = listener()
+        if recorder is None:
+            return original(*args)
+        raise recorder.refuse(
+            "a torch.func transform (vmap, grad, jvp) runs",
+            "Leave that part out of the module that is optimized.",
+        )
+
+    return _saved_tensors_hooks_disable
 
 
 def _engine(owner: Any) -> Callable[..., Any]:

@@ -104,6 +104,7 @@ def _record(
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with patched(recorder), recorder, hooks:
         output = model.forward(*args, **kwargs)
+        stream.returned = type(output).__name__
         recorder.paused += 1
         template, tensors = Template.describe(output)
         nodes = tuple(map(stream.node_of, tensors))

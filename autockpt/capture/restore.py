@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autockpt.capture.bits import identical
+from autockpt.capture.bits import identical, storage_id
 from autockpt.capture.paths import tensors_within
 from autockpt.capture.watch import Watch
 from autockpt.errors import CaptureError
@@ -43,7 +43,7 @@ class Trace:
             self.before_write(buffer, known=True)
         outside: list[torch.Tensor] = [*model.parameters()]
         outside += [t for _, t in tensors_within((args, dict(kwargs)), objects=True)]
-        self._storages = {s for t in outside if (s := _storage(t)) is not None}
+        self._storages = {s for t in outside if (s := storage_id(t)) is not None}
         self._model = model
         self._call = (tuple(args), dict(kwargs))
         self._settled: frozenset[int | None] | None = None
@@ -54,15 +54,15 @@ class Trace:
         if id(tensor) in self._copied or tensor.is_inference():
             return
         # Results of the forward vanish with it, unless they share an outside tensor's storage.
-        if known or _storage(tensor) in self._storages:
+        if known or storage_id(tensor) in self._storages:
             self._copied.add(id(tensor))
             with torch.no_grad():
                 self._copies.append((tensor, tensor.detach().clone(), tensor._version))
 
     def written(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Name the parameters whose storage was written."""
-        moved = {_storage(t) for t, copy, n in self._copies if t._version != n} - {None}
-        return tuple(name for name, p in model.named_parameters() if _storage(p) in moved)
+        moved = {storage_id(t) for t, copy, n in self._copies if t._version != n} - {None}
+        return tuple(name for name, p in model.named_parameters() if storage_id(p) in moved)
 
     def keep_generator(self, generator: torch.Generator) -> None:
         """Remember the state of a generator that is about to be drawn from."""
@@ -113,7 +113,7 @@ class Trace:
 
     def _written(self) -> frozenset[int | None]:
         return frozenset(
-            _storage(tensor)
+            storage_id(tensor)
             for tensor, copy, version in self._copies
             if tensor._version != version or not identical(tensor, copy)
         )
@@ -151,11 +151,6 @@ def default_states() -> list[torch.Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
     return states
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    strided = tensor.layout is torch.strided
-    return int(tensor.untyped_storage()._cdata) if strided else None
 
 
 class RandomState:

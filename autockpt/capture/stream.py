@@ -63,6 +63,8 @@ class Stream:
         self.modules: list[str] = []
         self.notes: list[str] = []
         self.drawn_in = ""
+        # The type of the model's output, once there is one.
+        self.returned = ""
         self._random = RandomState()
         self.closures: dict[str, torch.Tensor] = {}
         self._call = (args, kwargs)
@@ -99,6 +101,8 @@ class Stream:
     def refuse(self, reason: str, advice: str) -> CaptureError:
         """Make the error that says what cannot be captured, where, and what to do."""
         where = f"'{self.module or 'the model'}' ({source_line(2)})"
+        if self.returned and self.stage == "model":
+            where = f"the output of the model ({self.returned})"
         return CaptureError(f"Cannot capture this forward: {reason}, at {where}. {advice}")
 
     # From values to nodes.

@@ -17,6 +17,7 @@ from autockpt.capture.paths import OURS, fields_of, is_atom
 
 _OBJECT_DEPTH = 3
 _MISSING = object()
+_TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,9 @@ class Watch:
             if not _same_contents(container, before):
                 what = f"the {type(container).__name__} '{where}'"
                 owner, _, name = where.rpartition(".")
+                if name in _TABLES:
+                    name = _changed_key(container, before)
+                    what = f"{_TABLES[where.rpartition('.')[2]]} '{name}' of '{owner}'"
                 function = self._reached.get(where) or forward_of(self._modules.get(owner))
                 yield Change(what=what, place=writing_line(function, name), now=container)
 
@@ -162,6 +166,12 @@ class Watch:
                 container.clear()
                 add = container.extend if isinstance(container, (list, deque)) else container.update
                 add(before)
+
+
+def _changed_key(table: dict[str, Any], before: dict[str, Any]) -> str:
+    names = dict.fromkeys((*table, *before))
+    changed = (n for n in names if table.get(n, _MISSING) is not before.get(n, _MISSING))
+    return next(changed, "")
 
 
 def _same_contents(container: Any, before: Any) -> bool:

@@ -987,3 +987,77 @@ def test_what_depends_on_the_first_batch_is_refused(kind: str) -> None:  # E5
     assert torch.equal(model.scale, before)
     assert model.made is None
     assert not model.ready
+
+
+def test_gradient_transforms_are_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return torch.func.grad(lambda y: self.m(y).sum())(x)
+
+    with pytest.raises(CaptureError, match="torch.func"):
+        record(Fun(forward, m=Mlp()), (X(4, 16),))
+
+
+def test_unknown_tensor_in_an_output_says_so() -> None:
+    model = Fun(lambda self, x: (self.m(x), torch.from_numpy(np.ones(3))), m=Mlp())
+    with pytest.raises(CaptureError, match=r"at the output of the model \(tuple\)"):
+        record(model, (X(4, 16),))
+
+
+def test_rebound_buffer_is_named() -> None:
+    class Ema(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = Mlp()
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self.m(x)
+            self.mean = self.mean * 0.9 + h.detach().mean(0)
+            return h
+
+    with pytest.raises(CaptureError, match=r"buffer 'mean' of '0', at test_capture_traps.py:\d+"):
+        record(nn.Sequential(Ema()), (X(4, 16),))
+
+
+def test_buffers_written_in_place_and_sparse_ones() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = torch.sparse.mm(self.a, self.l(x))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h
+
+    model = Fun(forward, l=nn.Linear(16, 16), a=torch.eye(4).to_sparse(), mean=torch.zeros(16))
+    capture, _ = record(model, (x := X(4, 16),))
+    check(capture, model, (x,))
+    assert torch.equal(model.mean, torch.zeros(16))
+
+
+@torch.library.custom_op("autockpt_tests::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def test_custom_op_that_writes() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.l(x)
+        scale = h.detach().clone()
+        double_(scale)
+        return h * scale
+
+    capture = assert_captured(Fun(forward, l=nn.Linear(16, 16)), (X(4, 16),))
+    assert sum(bool(n.meta.get("writes")) for n in capture.graph.nodes) == 1
+
+
+def test_routing_by_index() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        out, w = torch.zeros_like(x), self.g(x).softmax(-1)
+        for i, expert in enumerate(self.e):
+            (rows,) = torch.where(w.argmax(-1) == i)
+            if rows.numel():
+                out.index_add_(0, rows, expert(x[rows]) * w[rows, i, None])
+        return out
+
+    experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+    capture = assert_captured(Fun(forward, g=nn.Linear(16, 2), e=experts), (x := X(9, 16),))
+    with pytest.raises(GuardMiss, match="shape"):
+        replay(capture, Fun(forward, g=nn.Linear(16, 2), e=experts), (x[:1].expand(9, 16),))
