@@ -8,8 +8,8 @@ from collections.abc import Callable
 from solvers import every_k, exhaustive, ilp
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
-from solvers.interval_search import best_flat
-from solvers.local import improve
+from solvers.interval_search import best_flat, search_of
+from solvers.local import fitted, improve
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
@@ -17,8 +17,8 @@ from solvers.pricing import priced, require
 from solvers.problem import Problem
 from solvers.simulate import Replay, replay_of
 
-_ASKED_SHARES = (1.0, 0.97, 0.9, 1.03, 1.1)
-_PRICES = 1500
+_ASKED_SHARES = (1.005, 1.01, 1.02)
+_PRICES = 800
 _NESTING_SHARE = 0.6
 
 
@@ -80,9 +80,13 @@ def _flat_candidates(
         found += exhaustive.flat_plans(problem, 0)
         return found
     say("flat regions by dynamic programming")
-    room = budget_bytes - replay.bases[1]
+    found.append(best_flat(replay, budget_bytes))
+    room = budget_bytes - max(replay.bases)
+    # The tables count a little too much: ask for more than there is, and let go of the excess.
     for share in _ASKED_SHARES:
-        found.append(best_flat(replay, budget_bytes - room + int(share * room)))
+        regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
+        if regions is not None:
+            found.append(fitted(replay, regions, budget_bytes, _PRICES))
     if len(problem.ops) <= ilp.SMALL_OPS:
         say("flat regions by integer programming")
         try:

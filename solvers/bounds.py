@@ -133,7 +133,8 @@ def _cost_at(replay: Replay, budget_bytes: int, instant: int) -> int:
     run_program(model)
     if model.sol_status != pulp.LpSolutionOptimal or not wanted.part:
         return 0
-    return max(0, math.floor(pulp.value(cost) * (1 - _SLACK)))
+    least = float(pulp.value(cost)) * (1 - _SLACK)
+    return max(0, math.floor(least))
 
 
 def _level(replay: Replay, instant: int) -> int:

@@ -34,7 +34,7 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     Notes
     -----
     Segments are regions of at most 160 ops or runs of ops outside regions. With n ops, e edges
-    into a position and 256 labels: O(256 n e) time, O(n^2) memory.
+    into a position and 1024 labels: O(1024 n e) time, O(n^2) memory.
     """
     started = time.perf_counter()
     replay = replay_of(problem)

@@ -11,7 +11,7 @@ from solvers.intervals import Intervals, make_intervals
 from solvers.plan import Region
 from solvers.simulate import Replay
 
-_LABELS = 256
+_LABELS = 1024
 _PLAIN_OPS = 12
 _REGION_OPS = 160
 _TRIES = 4
@@ -182,7 +182,8 @@ def _undominated(kept: NDArray[np.int64], cost: NDArray[np.int64], width: int) -
     costs = cost[index]
     falling = np.ones(len(index), bool)
     falling[1:] = costs[1:] < np.minimum.accumulate(costs)[:-1]
-    return index[falling]
+    kept_labels: NDArray[np.intp] = index[falling]
+    return kept_labels
 
 
 def search_of(replay: Replay) -> IntervalSearch:

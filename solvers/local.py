@@ -32,6 +32,33 @@ def improve(
             return regions
 
 
+def fitted(
+    replay: Replay, regions: tuple[Region, ...], budget_bytes: int, prices: int
+) -> tuple[Region, ...] | None:
+    """Return regions changed until they fit, at little cost, or None if that took too long.
+
+    Takes, time after time, the change that costs least per byte by which it brings the peak
+    nearer to the budget.
+    """
+    peak, cost = replay.price(regions)
+    while peak > budget_bytes:
+        best: tuple[float, int, tuple[Region, ...]] | None = None
+        for changed in _changes(replay, regions):
+            prices -= 1
+            new_peak, new_cost = replay.price(changed)
+            gained = peak - max(new_peak, budget_bytes)
+            if gained <= 0:
+                continue
+            rate = (new_cost - cost) / gained
+            if best is None or (rate, new_peak) < best[:2]:
+                best = rate, new_peak, changed
+        if best is None or prices <= 0:
+            return None
+        regions = best[2]
+        peak, cost = replay.price(regions)
+    return regions
+
+
 def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[tuple[Region, ...]]:
     """Yield neighbouring plans, those of the costliest regions first."""
     order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
