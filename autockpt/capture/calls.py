@@ -29,6 +29,16 @@ DYNAMIC = frozenset(
     }
 )
 
+# Functions that take a zero-dimensional integer as a number, not as a size.
+ELEMENTWISE = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "div", "true_divide", "truediv", "rtruediv", "rdiv"),
+        *("floor_divide", "floordiv", "remainder", "fmod", "mod", "pow", "rpow", "clamp"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum", "masked_fill", "setitem"),
+        *("logical_and", "logical_or", "and", "or", "xor", "where", "lerp", "index_fill"),
+    }
+)
+
 # Functions that write statistics which their schema does not declare as written.
 STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 
@@ -69,6 +79,8 @@ def depends_on_data(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return len(leaves((args, kwargs))) > 1 or len(args) + len(kwargs) == 1
     if name == "__getitem__":
         return any(t.dtype in (torch.bool, torch.uint8) or t.dim() == 0 for t in _index(args[1]))
+    if name.strip("_") in ELEMENTWISE:
+        return False
     # A zero-dimensional integer where a size is expected: torch reads it without asking.
     others = leaves([*args[1:], kwargs])
     return any(t.dim() == 0 and not t.is_floating_point() for t in others)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import struct
-import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules import module as _module_globals
 
 from autockpt.capture.ambient import Ambient
-from autockpt.capture.guards import freeze_array
-from autockpt.capture.paths import OURS, fields_of, is_atom
+from autockpt.capture.freeze import Freezer, layout_of
+from autockpt.capture.paths import OURS, is_atom
 from autockpt.capture.tree import Binding
 
 _TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
@@ -103,7 +99,7 @@ class _Snapshot:
         for name in _GLOBAL_HOOKS:
             self._add(getattr(_module_globals, name), seen)
         tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
-        self._layouts = [(tensor, _layout(tensor)) for tensor in tensors]
+        self._layouts = [(tensor, layout_of(tensor)) for tensor in tensors]
 
     def _nested(self, value: Any, seen: set[int]) -> None:
         if isinstance(value, dict):
@@ -139,18 +135,7 @@ class _Snapshot:
         for sequence, values in self._sequences:
             if len(sequence) != len(values) or not all(map(is_, sequence, values)):
                 return False
-        return all(_layout(tensor) == layout for tensor, layout in self._layouts)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    strided = tensor.layout is torch.strided
-    return (
-        tensor.shape,
-        tensor.stride() if strided else (),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
+        return all(layout_of(tensor) == layout for tensor, layout in self._layouts)
 
 
 def _describe_tensors(model: torch.nn.Module) -> tuple[Any, ...]:
@@ -162,13 +147,13 @@ def _describe_tensors(model: torch.nn.Module) -> tuple[Any, ...]:
         model.named_buffers(remove_duplicate=False),
     ):
         for name, tensor in named:
-            found.append((name, first.setdefault(id(tensor), name), _layout(tensor)))
+            found.append((name, first.setdefault(id(tensor), name), layout_of(tensor)))
     return tuple(found)
 
 
 def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
     names = {id(module): name for name, module in model.named_modules()}
-    freeze = _Freezer(names)
+    freeze = Freezer(names)
     found: list[Any] = [freeze.value(getattr(_module_globals, n), 0) for n in _GLOBAL_HOOKS]
     for name, module in model.named_modules():
         state = {
@@ -183,7 +168,7 @@ def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
 def _describe_call(
     binding: Binding, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    freeze = _Freezer({})
+    freeze = Freezer({})
     call = {n: freeze.value(v, 0, deep=True) for n, v in binding.bind(args, kwargs).items()}
     # An argument may be a parameter of the model itself: one tensor by two ways.
     own = tuple(
@@ -199,7 +184,7 @@ def _describe_call(
 def _device_types(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    freeze = _Freezer({})
+    freeze = Freezer({})
     freeze.value((tuple(args), dict(kwargs)), 0, deep=True)
     tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers(), *freeze.tensors)
     return tuple(sorted({"cpu", *(tensor.device.type for tensor in tensors)}))
@@ -209,94 +194,3 @@ def _modes() -> tuple[int, ...]:
     """Return the identities of the user's function modes in force."""
     stack = torch.overrides._get_current_function_mode_stack()
     return tuple(id(m) for m in stack if not isinstance(m, torch.utils._device.DeviceContext))
-
-
-class _Is:
-    """Compares by identity."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-class _Freezer:
-    """Turns values into ones that compare by value, without holding tensors."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
-        self._indices: dict[int, int] = {}
-        self._seen: set[int] = set()
-        self.tensors: list[torch.Tensor] = []
-
-    def value(self, value: Any, depth: int, deep: bool = False) -> Any:
-        if isinstance(value, float):
-            return ("float", struct.pack("<d", value))
-        if value is None or isinstance(value, (bool, int, str, bytes, complex, type)):
-            return (type(value), value)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, (np.ndarray, np.generic)):
-            return freeze_array(np.asarray(value))
-        if isinstance(value, torch.nn.Module):
-            name = self._names.get(id(value))
-            return ("module", name) if name is not None else _Is(value)
-        if depth > 8 or id(value) in self._seen:
-            return type(value)
-        if isinstance(value, (types.MethodType, functools.partial)):
-            return self._callable(value, depth, deep)
-        self._seen.add(id(value))
-        try:
-            return self._compound(value, depth, deep)
-        finally:
-            self._seen.discard(id(value))
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        if id(tensor) not in self._indices:
-            self._indices[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
-        return ("tensor", self._indices[id(tensor)], _layout(tensor))
-
-    def _callable(self, value: Any, depth: int, deep: bool) -> Any:
-        if isinstance(value, types.MethodType):
-            return (value.__func__, self.value(value.__self__, depth + 1, deep))
-        parts = (value.args, value.keywords)
-        return (_Is(value.func), self.value(parts, depth + 1, deep))
-
-    def _compound(self, value: Any, depth: int, deep: bool) -> Any:
-        if isinstance(value, dict):
-            items = tuple((k, self.value(v, depth + 1, deep)) for k, v in dict.items(value))
-            return (type(value), items)
-        if isinstance(value, (list, tuple, deque)):
-            return (type(value), tuple(self.value(item, depth + 1, deep) for item in value))
-        if isinstance(value, (set, frozenset)):
-            return (type(value), frozenset(value))
-        if is_atom(value) or not (deep or depth <= 1):
-            return _Comparable(value)
-        state = tuple(self._fields(value, depth, deep))
-        return (type(value), state) if state else _Comparable(value)
-
-    def _fields(self, value: Any, depth: int, deep: bool) -> Iterator[tuple[str, Any]]:
-        for name, item in fields_of(value).items():
-            yield name, self.value(item, max(depth, 1) + 1, deep)
-
-
-class _Comparable(_Is):
-    """Compares by identity, then by the value's own equality if that gives a bool."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Is):
-            return False
-        if other.value is self.value:
-            return True
-        return type(other.value) is type(self.value) and (other.value == self.value) is True
-
-    __hash__ = _Is.__hash__

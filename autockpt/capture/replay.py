@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ def replay(
     tensors: Sequence[torch.Tensor],
     *,
     loss: bool = False,
+    closures: Mapping[str, torch.Tensor] | None = None,
     visit: Visitor | None = None,
 ) -> tuple[Any, ...]:
     """Run the recorded calls again.
@@ -33,6 +34,8 @@ def replay(
         The placeholders, as `Inputs.tensors` finds them.
     loss : bool
         Whether to run the loss outside the model as well; it is then the last result.
+    closures : mapping, optional
+        ``Recorded.closures``: tensors that the loss holds.
     visit : callable, optional
         Called with each node that computes and its value.
 
@@ -53,6 +56,8 @@ def replay(
     for node in capture.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(feed)
+        elif node.op == "get_attr" and node.meta["kind"] == "closure":
+            values[node] = (closures or {}).get(node.target)
         elif node.op == "get_attr":
             values[node] = read_path(model, node.target)
         elif node.op == "output":

@@ -692,10 +692,14 @@ def test_models_own_error_passes() -> None:
 
 def test_loss_outside_the_model() -> None:
     model, x, y = chain(Mlp), X(4, 16), X(4, 16)
-    capture, recorded = record(model, (x,), loss=lambda out: F.mse_loss(out, y * 1))
+    capture, recorded = record(model, (x,), loss=lambda out: F.mse_loss(out, y))
     stages = {n.meta["stage"] for n in capture.graph.nodes if n.op == "call_function"}
     assert stages == {"model", "loss"}
-    assert torch.equal(recorded.loss, F.mse_loss(model(x), y))
+    check(capture, model, (x,))
+    expected = F.mse_loss(model(x), y)
+    assert torch.equal(recorded.loss, expected)
+    *_, loss = replay(capture, model, (x,), loss=True, closures=recorded.closures)
+    assert torch.equal(loss, expected)
 
 
 def test_signature_does_not_depend_on_sizes() -> None:
