@@ -36,7 +36,8 @@ class Known:
     plans : tuple of Plan
         One of them is carried over if it was made for the same stream of calls and fits.
     budget : Budget or None
-        What the budget came to. A share is one of the first step's activations.
+        What the budget came to for the first step. A share is one of the step at hand, but
+        never less than it was then: a last small batch needs no more recomputation.
     checked : frozenset of str
         Signatures of captures that were found equal to the model's forward.
     """
@@ -93,7 +94,9 @@ def plan_step(
         profiled = profile(capture, model, args, kwargs, cost=settings.cost, closures=closures)
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
-    budget = known.budget or resolve_budget(settings, problem, plain)
+    budget = resolve_budget(settings, problem, plain)
+    if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
+        budget = known.budget
     plan = choose_plan(settings, problem, budget, plain, known.plans)
     program = rewrite(capture, plan, root=model, random=random_ops(problem))
     report = make_report(

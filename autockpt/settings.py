@@ -19,11 +19,12 @@ from solvers import SOLVERS, Solver, ilp
 Loss = Callable[[Any], torch.Tensor]
 Emit = Literal["auto", "graph", "modules"]
 
-# Bytes that solvers plan below the budget: the memory model's own error. The floor covers
-# allocations that no model of the graph sees (autograd's bookkeeping, random states); the
-# share, what an allocator adds to many storages.
-MARGIN_FLOOR_BYTES = 64 * 2**10
-MARGIN_SHARE = 200  # one part in 200: 0.5 %
+# Bytes that solvers plan below the budget, for the memory model's own error: 2 % of the
+# activation budget up to 64 KiB (allocations that no graph shows: random states, bookkeeping),
+# and never less than 0.5 % of it.
+MARGIN_BYTES = 64 * 2**10
+SMALL_MARGIN_SHARE = 50
+MARGIN_SHARE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +116,16 @@ def _portable(argument: str, value: Any) -> Any:
 
 
 def margin_bytes(budget_bytes: int, fixed_bytes: int) -> int:
-    """Give the bytes that solvers stay below a budget: 0.5 % of its activations, 64 KiB at least.
+    """Give the bytes that solvers stay below a budget.
 
     Examples
     --------
-    >>> margin_bytes(2**20, 0), margin_bytes(2**30, 0)
-    (65536, 5368709)
+    >>> margin_bytes(10**5, 0), margin_bytes(2**23, 0), margin_bytes(2**30, 0)
+    (2000, 65536, 5368710)
     """
-    return max(MARGIN_FLOOR_BYTES, -(-(budget_bytes - fixed_bytes) // MARGIN_SHARE))
+    activations = budget_bytes - fixed_bytes
+    small = min(MARGIN_BYTES, -(-activations // SMALL_MARGIN_SHARE))
+    return max(small, -(-activations // MARGIN_SHARE))
 
 
 def budget_for(peak_bytes: int, fixed_bytes: int, reserve: int) -> int:
@@ -134,6 +137,11 @@ def budget_for(peak_bytes: int, fixed_bytes: int, reserve: int) -> int:
     >>> budget - margin_bytes(budget, 10**6) >= 10**8
     True
     """
-    activations = peak_bytes + reserve - fixed_bytes
-    share = -(-activations * MARGIN_SHARE // (MARGIN_SHARE - 1)) + 1
-    return fixed_bytes + max(activations + MARGIN_FLOOR_BYTES, share)
+    needed = peak_bytes + reserve - fixed_bytes
+    small = min(_grossed_up(needed, SMALL_MARGIN_SHARE), needed + MARGIN_BYTES)
+    return fixed_bytes + max(small, _grossed_up(needed, MARGIN_SHARE))
+
+
+def _grossed_up(nbytes: int, share: int) -> int:
+    """Give the least amount that is as much after one part in ``share`` is taken off."""
+    return -(-nbytes * share // (share - 1))

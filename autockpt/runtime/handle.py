@@ -144,7 +144,7 @@ class Handle:
             entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
             self._entries = (entry, *self._entries)[:MAX_ENTRIES]
             self._plan, self._report = entry.step.plan, entry.step.report
-            self._budget = entry.step.budget
+            self._budget = self._budget or entry.step.budget
         return entry
 
     @_disable_dynamo

@@ -259,7 +259,8 @@ def test_new_shapes_carry_the_plan_over(net: Net) -> None:
 
 
 def test_a_larger_shape_is_solved_again_inside_the_same_bytes(net: Net) -> None:
-    optimized = planned(net, budget="70%")
+    budget = planned(net, budget="70%").autockpt.report.budget_bytes
+    optimized = planned(net, budget=budget)
     first = optimized.autockpt.plan
     assert_alike(net, optimized, batch(600))
     again = optimized.autockpt.plan
@@ -267,6 +268,17 @@ def test_a_larger_shape_is_solved_again_inside_the_same_bytes(net: Net) -> None:
     assert again.peak_bytes <= again.budget_bytes
     with pytest.raises(autockpt.InfeasibleError, match=r"Raise memory_budget to .* bytes"):
         optimized(batch(5000))
+
+
+def test_a_share_is_one_of_the_step_at_hand(net: Net) -> None:
+    optimized = planned(net, budget="70%")
+    first = optimized.autockpt.report
+    assert_alike(net, optimized, batch(5000))
+    large = optimized.autockpt.report
+    assert large.budget_bytes > 5 * first.budget_bytes
+    assert_alike(net, optimized, batch(100))
+    assert optimized.autockpt.report.budget_bytes == first.budget_bytes
+    assert optimized.autockpt.plan.regions == ()
 
 
 def test_the_cache_is_bounded(net: Net) -> None:
