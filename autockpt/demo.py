@@ -24,7 +24,7 @@ from autockpt.units import format_bytes
 from autockpt.verify import verify
 
 BUDGETS = ("50%", "30%")
-_PAIRS = 3
+_PAIRS = 7
 
 
 class MissingLibraryError(ImportError):
