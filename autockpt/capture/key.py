@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
@@ -84,15 +85,20 @@ class _Snapshot:
     """Identities of everything in the namespaces of a model, compared at C speed."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._root = model
+        # The key hangs on the model that it describes. What would lead back to the root is held
+        # weakly, so that the model is gone when its last user lets go of it.
+        self._root = weakref.ref(model)
+        self._root_class = type(model)
+        self._root_values = _values(model)
         self._classes: list[tuple[torch.nn.Module, type]] = []
         self._namespaces: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
         self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
         self._empty: list[Any] = []
         seen: set[int] = set()
         for module in model.modules():
-            self._classes.append((module, type(module)))
-            self._add(vars(module), seen)
+            if module is not model:
+                self._classes.append((module, type(module)))
+                self._add(vars(module), seen)
             for name, value in vars(module).items():
                 if name not in OURS:
                     self._nested(value, seen)
@@ -124,7 +130,10 @@ class _Snapshot:
             self._namespaces.append((space, tuple(space.values())))
 
     def holds(self, model: torch.nn.Module) -> bool:
-        if model is not self._root or any(self._empty):
+        if model is not self._root() or type(model) is not self._root_class or any(self._empty):
+            return False
+        values = _values(model)
+        if len(values) != len(self._root_values) or not all(map(is_, values, self._root_values)):
             return False
         for module, cls in self._classes:
             if module.__class__ is not cls:
@@ -136,6 +145,10 @@ class _Snapshot:
             if len(sequence) != len(values) or not all(map(is_, sequence, values)):
                 return False
         return all(layout_of(tensor) == layout for tensor, layout in self._layouts)
+
+
+def _values(model: torch.nn.Module) -> tuple[Any, ...]:
+    return tuple(value for name, value in vars(model).items() if name not in OURS)
 
 
 def _describe_tensors(model: torch.nn.Module) -> tuple[Any, ...]:
