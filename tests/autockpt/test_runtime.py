@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from autockpt.errors import CaptureError
 from autockpt.runtime.handle import MAX_ENTRIES
 from autockpt.runtime.swap import is_optimized
 from tests import zoo
-from tests.helpers import assert_same_bits, recomputed_calls, run_case, run_step
+from tests.helpers import assert_same_bits, buffers_restored, recomputed_calls, run_case, run_step
 
 
 class Mlp(nn.Module):
@@ -396,3 +398,69 @@ def test_padding_after_no_padding() -> None:
         other = case._replace(kwargs={**case.kwargs, "attention_mask": attention_mask})
         assert_same_bits(run_case(other), run_case(other, model))
     assert len(model.autockpt._entries) == 3
+
+
+def test_the_emitted_forward_compiles() -> None:
+    layers = [(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(4)]
+    net = nn.Sequential(*[layer for block in layers for layer in block])
+    optimized = planned(net, budget="85%")
+    assert "**once()" in optimized.autockpt.code
+    twin = copy.deepcopy(net)
+    expected = run_step(twin, (batch(),), loss=torch.sum)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    with buffers_restored(net):
+        torch.compile(optimized, backend=backend)(batch())
+    assert len(graphs) == 1
+    assert "tag_activation_checkpoint" in graphs[0]
+    torch._dynamo.reset()
+    found = run_step(torch.compile(optimized, backend="aot_eager"), (batch(),), loss=torch.sum)
+    torch.testing.assert_close(found.loss, expected.loss)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    for a, b in zip(net.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_model_is_gone_with_its_last_reference(net: Net) -> None:
+    optimized = planned(net)
+    optimized(batch()).sum().backward()
+    gone = weakref.ref(optimized)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimized
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_missed_guard_frees_the_aborted_forward() -> None:
+    net = Branching()
+    optimized = planned(net, budget="75%")
+    large = batch().clone()
+    large[0] = 1e5
+    optimized(batch()).sum().backward()
+    optimized(large).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+        for x in (batch(), large, batch(), large):
+            optimized(x).sum().backward()
+        assert sum(issubclass(type(o), Tensor) for o in gc.get_objects()) <= before
+    finally:
+        gc.enable()
+
+
+def test_a_larger_model_with_an_optimized_part_is_planned_as_a_whole(net: Net) -> None:
+    part = planned(net)
+    whole = nn.Sequential(nn.Linear(32, 32), part, nn.Tanh())
+    optimized = planned(whole)
+    assert_alike(whole, optimized, batch())
+    assert any(op.module.startswith("1.blocks") for op in optimized.autockpt.problem.ops)
+    assert type(optimized[1]) is type(part)
