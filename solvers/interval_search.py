@@ -28,6 +28,31 @@ class Segment:
     cost: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edges:
+    """Segments that end at one position: regions first, then runs outside regions.
+
+    ``keeps``, ``needs`` and ``costs`` are columns, to be added to rows of labels.
+    """
+
+    sources: NDArray[np.intp]
+    regions: int
+    keeps: NDArray[np.int64]
+    needs: NDArray[np.int64]
+    costs: NDArray[np.int64]
+
+    def with_segments(self, segments: list[Segment]) -> _Edges:
+        """Return these edges with those of ``segments`` after them."""
+        rows = np.array([[s.region.start, s.keeps, s.needs, s.cost] for s in segments], np.int64)
+        return _Edges(
+            sources=np.concatenate([self.sources, rows[:, 0]]).astype(np.intp),
+            regions=self.regions,
+            keeps=np.concatenate([self.keeps, rows[:, 1:2]]),
+            needs=np.concatenate([self.needs, rows[:, 2:3]]),
+            costs=np.concatenate([self.costs, rows[:, 3:4]]),
+        )
+
+
 @dataclass(slots=True)
 class Labels:
     """What a search found for every position."""
@@ -50,22 +75,32 @@ class IntervalSearch:
 
     replay: Replay
     tables: Intervals = field(init=False)
-    _sources: list[NDArray[np.intp]] = field(init=False)
-    _is_region: list[NDArray[np.bool_]] = field(init=False)
+    _edges: list[_Edges] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tables = make_intervals(self.replay)
-        self._sources, self._is_region = [], []
         size = self.replay.graph.size
         region_ops = _REGION_OPS if size <= 800 else max(40, _REGION_OPS * 800 // size)
-        for stop in range(size + 1):
-            low = max(0, stop - region_ops)
-            starts = low + np.flatnonzero(self.tables.allowed[low:stop, stop])
-            plain = np.arange(max(0, stop - _PLAIN_OPS), stop)
-            self._sources.append(np.concatenate([starts, plain]).astype(np.intp))
-            flags = np.zeros(len(starts) + len(plain), bool)
-            flags[: len(starts)] = True
-            self._is_region.append(flags)
+        self._edges = [self._edges_into(stop, region_ops) for stop in range(size + 1)]
+
+    def _edges_into(self, stop: int, region_ops: int) -> _Edges:
+        tables = self.tables
+        low = max(0, stop - region_ops)
+        starts = low + np.flatnonzero(tables.allowed[low:stop, stop])
+        plain = np.arange(max(0, stop - _PLAIN_OPS), stop)
+        freed = tables.freed[plain, stop]
+        plain_needs = np.maximum(
+            tables.plain_forward[plain, stop], tables.plain_backward[plain, stop] - freed
+        )
+        plain_keeps = tables.plain_keeps[plain, stop] - freed
+        none = np.zeros(len(plain), np.int64)
+        return _Edges(
+            sources=np.concatenate([starts, plain]).astype(np.intp),
+            regions=len(starts),
+            keeps=np.concatenate([tables.region_keeps[starts, stop], plain_keeps])[:, None],
+            needs=np.concatenate([tables.region_needs[starts, stop], plain_needs])[:, None],
+            costs=np.concatenate([tables.region_cost[starts, stop], none])[:, None],
+        )
 
     def run(
         self, budget_bytes: int, offered: dict[int, list[Segment]] | None = None
@@ -97,21 +132,16 @@ class IntervalSearch:
         cost[start, 0], count[start] = 0, 1
         width = max(1, -(-(budget_bytes - self.replay.bases[1]) // _LABELS))
         for stop in range(start + 1, size + 1):
-            sources = self._sources[stop]
-            labels = int(count[sources].max(initial=0))
+            edges = self._edges[stop]
+            if segments := offered.get(stop):
+                edges = edges.with_segments(segments)
+            labels = int(count[edges.sources].max(initial=0))
             if not labels:
                 continue
-            new_kept, new_cost = self._extend(
-                stop, kept[sources, :labels], cost[sources, :labels], budget_bytes
-            )
-            for segment in offered.get(stop, ()):
-                source = segment.region.start
-                fits = (kept[source, :labels] + segment.needs <= budget_bytes) & (
-                    cost[source, :labels] < _UNREACHED
-                )
-                total = np.where(fits, cost[source, :labels] + segment.cost, _UNREACHED)
-                new_cost = np.concatenate([new_cost, total])
-                new_kept = np.concatenate([new_kept, kept[source, :labels] + segment.keeps])
+            old_kept, old_cost = kept[edges.sources, :labels], cost[edges.sources, :labels]
+            fits = (old_kept + edges.needs <= budget_bytes) & (old_cost < _UNREACHED)
+            new_cost = np.where(fits, old_cost + edges.costs, _UNREACHED).ravel()
+            new_kept = (old_kept + edges.keeps).ravel()
             chosen = _undominated(new_kept, new_cost, width)
             number = len(chosen)
             count[stop] = number
@@ -123,26 +153,6 @@ class IntervalSearch:
             start=start, kept=kept, cost=cost, came_from=came_from, count=count, offered=offered
         )
 
-    def _extend(
-        self, stop: int, kept: NDArray[np.int64], cost: NDArray[np.int64], budget_bytes: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        tables, sources, region = self.tables, self._sources[stop], self._is_region[stop]
-        freed = np.where(region, 0, tables.freed[sources, stop])
-        keeps = np.where(
-            region, tables.region_keeps[sources, stop], tables.plain_keeps[sources, stop] - freed
-        )
-        needs = np.where(
-            region,
-            tables.region_needs[sources, stop],
-            np.maximum(
-                tables.plain_forward[sources, stop], tables.plain_backward[sources, stop] - freed
-            ),
-        )
-        added = np.where(region, tables.region_cost[sources, stop], 0)
-        fits = (kept + needs[:, None] <= budget_bytes) & (cost < _UNREACHED)
-        new_cost = np.where(fits, cost + added[:, None], _UNREACHED)
-        return (kept + keeps[:, None]).ravel(), new_cost.ravel()
-
     def regions(self, labels: Labels, position: int) -> tuple[Region, ...] | None:
         """Return the regions of the cheapest label at a position, or None without any."""
         number = int(labels.count[position])
@@ -152,13 +162,13 @@ class IntervalSearch:
         regions = []
         while position > labels.start:
             edge, label = (int(x) for x in labels.came_from[position, label])
-            tabulated = len(self._sources[position])
-            if edge >= tabulated:
-                regions.append(labels.offered[position][edge - tabulated].region)
+            edges = self._edges[position]
+            if edge >= len(edges.sources):
+                regions.append(labels.offered[position][edge - len(edges.sources)].region)
                 position = regions[-1].start
                 continue
-            start = int(self._sources[position][edge])
-            if self._is_region[position][edge]:
+            start = int(edges.sources[edge])
+            if edge < edges.regions:
                 regions.append(Region(start=start, stop=position))
             position = start
         return tuple(reversed(regions))

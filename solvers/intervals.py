@@ -28,8 +28,9 @@ class Intervals:
     freed : array
         Bytes from before ``i`` that turn out not to be kept when the run is outside regions:
         it is all that reads them, and it does not save them.
-    region_needs, plain_forward, plain_backward : array
-        Peak, fixed bytes included, above what was kept before the run.
+    region_needs, region_forward, plain_forward, plain_backward : array
+        Peak, fixed bytes included, above what was kept before the run. ``region_needs`` is
+        that of forward, replay and backward.
     region_cost : array
         What recomputing the region costs, early stop counted.
     allowed : array of bool
@@ -42,6 +43,7 @@ class Intervals:
     plain_keeps: Table
     freed: Table
     region_needs: Table
+    region_forward: Table
     plain_forward: Table
     plain_backward: Table
     region_cost: Table
@@ -89,13 +91,14 @@ def make_intervals(replay: Replay) -> Intervals:
     np.add.at(outputs_before, made[storages.output] + 1, storages.nbytes[storages.output])
     base = max(replay.bases) + np.cumsum(outputs_before)[: size + 1, None]
     dropped = np.append(replay.dropped, 0)
-    region_forward = _running_max(forward[:, : size + 1] + dropped) + base
+    region_forward = _shifted(_running_max(forward[:, : size + 1] + dropped) + base)
     region_needs, region_cost, packs = _regions(replay, alive, backward, outputs_bytes)
     return Intervals(
         region_keeps=region_keeps[:, : size + 1] + states,
         plain_keeps=plain_keeps,
         freed=_freed(size, storages, unheld),
-        region_needs=np.maximum(region_needs, _shifted(region_forward)) + 2 * states,
+        region_needs=np.maximum(region_needs, region_forward) + 2 * states,
+        region_forward=region_forward,
         plain_forward=_shifted(_running_max(alive[:, : size + 1] + workspace) + base),
         plain_backward=_shifted(backward + outputs_bytes),
         region_cost=region_cost,

@@ -14,7 +14,8 @@ from solvers.pricing import priced
 from solvers.problem import Problem
 from solvers.simulate import Replay, replay_of
 
-_FINENESS = 100
+_FLAT_STEPS = 100
+_NESTED_STEPS = 50
 Finder = Callable[[Replay, int], tuple[Region, ...] | None]
 
 
@@ -33,15 +34,15 @@ def least_peak(problem: Problem) -> Plan:
 
     Notes
     -----
-    Halves the interval between the bound and the best known until a hundredth of the
+    Halves the interval between the bound and the best known until a fiftieth of the
     activation peak is left.
     """
     started = time.perf_counter()
     replay = replay_of(problem)
     if replay.least is None:
         start = min(((), *candidates(problem)), key=lambda regions: replay.price(regions))
-        flat = lowest(replay, best_flat, start)
-        replay.least = lowest(replay, best_nested, flat)
+        flat = lowest(replay, best_flat, start, _FLAT_STEPS)
+        replay.least = lowest(replay, best_nested, flat, _NESTED_STEPS)
     regions = replay.least
     return priced(problem, regions, "least_peak", replay.price(regions)[0], started)
 
@@ -50,14 +51,16 @@ def least_flat_peak(problem: Problem) -> Plan:
     """Return the plan of least peak that the dynamic program over flat regions finds."""
     started = time.perf_counter()
     replay = replay_of(problem)
-    regions = lowest(replay, best_flat, ())
+    regions = lowest(replay, best_flat, (), _FLAT_STEPS)
     return priced(problem, regions, "interval_dp", replay.price(regions)[0], started)
 
 
-def lowest(replay: Replay, find: Finder, best: tuple[Region, ...]) -> tuple[Region, ...]:
+def lowest(
+    replay: Replay, find: Finder, best: tuple[Region, ...], steps: int
+) -> tuple[Region, ...]:
     """Return the regions of least peak that ``find`` gives, or ``best`` if none is lower."""
     low, high = peak_bound(replay.problem), replay.price(best)[0]
-    step = max(1, (high - replay.bases[1]) // _FINENESS)
+    step = max(1, (high - replay.bases[1]) // steps)
     while high - low > step:
         middle = (low + high) // 2
         regions = find(replay, middle)

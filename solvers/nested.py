@@ -10,8 +10,8 @@ from solvers.interval_search import IntervalSearch, Segment, search_of
 from solvers.plan import Region
 from solvers.simulate import Replay
 
-_CUTS = 16
-_SHARES = (0.0, 0.15, 0.35)
+_CUTS = 26
+_SHARES = (0.0, 0.12, 0.25, 0.4)
 _LEVELS = 2
 
 
@@ -28,6 +28,7 @@ def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment
     """
     search = search_of(replay)
     cuts = _cuts(search)
+    reach = 1 + replay.graph.size // 2
     room = budget_bytes - replay.bases[1]
     offered: dict[int, list[Segment]] = {}
     for _ in range(_LEVELS):
@@ -35,9 +36,11 @@ def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment
         for start in cuts[:-1]:
             for share in _SHARES:
                 inner = budget_bytes - int(share * room)
-                labels = search.search(inner, offered, start)
+                end = min(start + reach, cuts[-1])
+                labels = search.search(inner, offered, start, end)
                 for stop in cuts:
-                    children = search.regions(labels, stop) if stop > start else None
+                    inside = start < stop <= end
+                    children = search.regions(labels, stop) if inside else None
                     segment = _segment(search, start, stop, children or ())
                     if segment is not None and segment.needs <= budget_bytes:
                         found[segment.region] = segment
@@ -72,7 +75,7 @@ def _segment(
     region = Region(start=start, stop=stop, children=children)
     profile = replay.profile(region)
     span = slice(start, stop)
-    needs = int(tables.region_needs[start, start + 1 : stop + 1].min(initial=0))
+    needs = int(tables.region_forward[start, stop])
     for mode in (0, 1):
         for levels, gradients in (
             (profile.replay, replay.before[mode]),
@@ -80,10 +83,12 @@ def _segment(
             (profile.after, replay.after[mode]),
         ):
             needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
+    random = sum(frame.random for frame in profile.frame.walk())
+    states = 2 * random * replay.problem.random_state_bytes
     return Segment(
         region=region,
         keeps=int(tables.region_keeps[start, stop]),
-        needs=needs,
+        needs=needs + states,
         cost=profile.cost,
     )
 
