@@ -11,6 +11,7 @@ from torch import fx
 from autockpt.capture.ambient import Ambient
 from autockpt.rewrite.contexts import contexts
 from autockpt.rewrite.expressions import Renderer
+from autockpt.rewrite.layout import laid_out
 from autockpt.rewrite.scopes import Scope, deaths
 from autockpt.rewrite.statistics import written_statistics
 
@@ -84,7 +85,7 @@ class Emitter:
         comment = ""
         if source and source != self._source:
             comment, self._source = f"  # {source.rpartition('/')[2]}", source
-        self._lines.append(f"{INDENT * depth}{line}{comment}")
+        self._lines += laid_out(line, INDENT * depth, comment)
 
     def _body(self, scope: Scope) -> None:
         dying = deaths(scope, self._ops)

@@ -35,7 +35,7 @@ class Handle:
     settings : Settings
         The arguments of ``optimize``.
     plan : Plan or None
-        The plan of the last step that was planned; None before the first one.
+        The plan of the step that ran or was planned last; None before the first one.
     report : Report
         What it does.
     code : str
@@ -63,13 +63,13 @@ class Handle:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last step that was planned."""
-        return self._plan
+        """The plan of the step that ran last."""
+        return self._entries[0].step.plan if self._entries else self._plan
 
     @property
     def report(self) -> Report:
         """What the plan does, for people."""
-        return self._report
+        return self._entries[0].step.report if self._entries else self._report
 
     @property
     def code(self) -> str:
@@ -90,7 +90,7 @@ class Handle:
 
     def fresh(self) -> Handle:
         """Give a handle for a copy of the module: same settings and plan, nothing recorded."""
-        return Handle(self.settings, plan=self._plan, report=self._report, budget=self._budget)
+        return Handle(self.settings, plan=self.plan, report=self.report, budget=self._budget)
 
     def __copy__(self) -> Handle:
         return self.fresh()
@@ -99,7 +99,7 @@ class Handle:
         return self.fresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.settings, self._plan, self._report, self._budget)
+        return _unpickle, (self.settings, self.plan, self.report, self._budget)
 
     # Under torch.compile this frame is not compiled, the emitted forward below it is.
     @_disable_dynamo(recursive=False)
@@ -136,14 +136,15 @@ class Handle:
         """Record and plan a step, and keep it."""
         with self._lock:
             known = Known(
-                plans=tuple(e.step.plan for e in self._entries)
-                + ((self._plan,) if self._plan else ()),
+                plans=(
+                    *(e.step.plan for e in self._entries),
+                    *([self._plan] if self._plan else ()),
+                ),
                 budget=self._budget,
                 checked=frozenset(e.step.capture.signature for e in self._entries),
             )
             entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
             self._entries = (entry, *self._entries)[:MAX_ENTRIES]
-            self._plan, self._report = entry.step.plan, entry.step.report
             self._budget = self._budget or entry.step.budget
         return entry
 

@@ -123,7 +123,7 @@ def test_code_can_be_read() -> None:
     assert "checkpoint(h_1, self, " in program.code
     assert "self.transformer.h[1].attn.c_attn.weight" in program.code
     assert "# modeling_gpt2.py:" in program.code
-    assert max(map(len, program.code.splitlines())) < 250
+    assert max(map(len, program.code.splitlines())) <= 110
     compile(program.code, "emitted", "exec")
 
 
