@@ -95,19 +95,19 @@ class _Table:
     def add_op(self, index: int, node: fx.Node) -> None:
         """One op, its results and their storages."""
         facts = self.profile.facts[node]
-        common = {
-            "name": node.name,
-            "target": target_name(node),
-            "module": str(node.meta.get("module", "")),
-            "source": str(node.meta.get("source", "")),
-        }
+        bare = Op(
+            name=node.name,
+            target=target_name(node),
+            module=str(node.meta.get("module", "")),
+            source=str(node.meta.get("source", "")),
+        )
         if node in self.profile.unpacked:
             root, result = self.profile.unpacked[node]
             if result >= 0:
                 self.value_of[node] = self.results_of[root][result]
-                self.ops.append(Op(**common, inputs=(self.value_of[node],)))
+                self.ops.append(replace(bare, inputs=(self.value_of[node],)))
             else:
-                self.ops.append(Op(**common))
+                self.ops.append(bare)
             return
         arguments = tuple(dict.fromkeys(self._arguments(node)))
         results, hidden = self._allocate(index, facts, arguments)
@@ -119,8 +119,8 @@ class _Table:
         outputs = tuple(r for r in dict.fromkeys(results) if r not in arguments)
         saved = (self._storage(ref, arguments, results, hidden) for ref in facts.saved)
         self.ops.append(
-            Op(
-                **common,
+            replace(
+                bare,
                 inputs=arguments,
                 outputs=outputs,
                 saved=tuple(dict.fromkeys(s for s in saved if not self._is_parameter(s))),
@@ -203,9 +203,9 @@ class _Table:
         hidden: tuple[int, ...],
     ) -> int:
         if ref.kind == "hidden":
-            return hidden[ref.index]
+            return hidden[ref.number]
         values = arguments if ref.kind == "argument" else results
-        return self.values[values[ref.index]].storage
+        return self.values[values[ref.number]].storage
 
     def _is_parameter(self, storage: int) -> bool:
         return self.storages[storage].producer is None
@@ -219,7 +219,7 @@ def _gradients(
 ) -> tuple[Gradient, ...]:
     found: list[Gradient] = []
     for gradient in facts.gradients:
-        source = gradient.source.index
+        source = gradient.source.number
         if gradient.source.kind == "result":
             if results[source] not in outputs:
                 continue  # an argument handed on unchanged: nothing happens to its gradient

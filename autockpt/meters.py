@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autockpt.errors import ProfileError
@@ -64,7 +65,8 @@ class CpuMeter:
     def __exit__(self, *exc: object) -> None:
         self._profile.__exit__(None, None, None)
         results = self._profile.profiler
-        assert results is not None and results.kineto_results is not None
+        assert results is not None
+        assert results.kineto_results is not None
         events = [
             (event.start_ns(), event)
             for event in results.kineto_results.events()
@@ -74,14 +76,16 @@ class CpuMeter:
         for _, event in events:
             if event.name() != "[memory]":
                 self._levels[event.name().removeprefix(_MARK)] = len(self._deltas)
-            elif event.device_type() == torch.autograd.DeviceType.CPU:
-                self._deltas.append(event.nbytes())
+            elif event.device_type() == DeviceType.CPU:
+                self._deltas.append(event.nbytes())  # type: ignore[attr-defined]
 
     def mark(self, name: str) -> None:
+        """Note an instant."""
         with record_function(_MARK + name):
             pass
 
     def span(self, start: str, stop: str) -> Span:
+        """Peak and end level between two marks."""
         deltas = self._deltas[self._levels[start] : self._levels[stop]]
         levels = [0, *itertools.accumulate(deltas)]
         return Span(peak_bytes=max(levels), end_bytes=levels[-1])
@@ -109,6 +113,7 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
 
     def mark(self, name: str) -> None:
+        """Note an instant."""
         stats = torch.cuda.memory_stats(self._device)
         self._marks[name] = (
             stats["requested_bytes.all.current"],
@@ -118,6 +123,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def span(self, start: str, stop: str) -> Span:
+        """Peak and end level between two marks."""
         first, last = self._order.index(start), self._order.index(stop)
         base = self._marks[start][0]
         peaks = [self._marks[name][1] for name in self._order[first + 1 : last + 1]]
@@ -137,9 +143,10 @@ class NullMeter:
         return None
 
     def mark(self, name: str) -> None:
-        return None
+        """Note an instant."""
 
     def span(self, start: str, stop: str) -> Span:
+        """Peak and end level between two marks."""
         return Span(peak_bytes=0, end_bytes=0)
 
 

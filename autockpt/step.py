@@ -185,9 +185,7 @@ def trained(model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     return list(leaves.values())
 
 
-def set_gradients(
-    model: nn.Module, tensors: Sequence[torch.Tensor], gradients: Gradients
-) -> None:
+def set_gradients(model: nn.Module, tensors: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Make every gradient resident (zeros) or absent."""
     for leaf in trained(model, tensors):
         leaf.grad = torch.zeros_like(leaf) if gradients == "resident" else None

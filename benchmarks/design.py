@@ -1,12 +1,13 @@
 """The GPT-2 and the blocks that DESIGN names: least budgets, recomputation, FLOPs, all measured.
 
-    python -m benchmarks.design
+python -m benchmarks.design
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import autockpt
@@ -41,11 +42,11 @@ def seed_rows() -> Iterator[dict[str, Any]]:
         plain_flops = flops(plain)
         peak = measured.activation_peak_bytes
         yield _row(f"{blocks} plain", plain, plain_flops)
-        hand = by_hand(lambda blocks=blocks: seed_blocks(blocks), ())
+        hand = by_hand(partial(seed_blocks, blocks), ())
         yield _row(f"{blocks} a block a region", hand, plain_flops)
         for times in (ratio, ratio + 1, 2 * ratio):
             row = _planned(
-                lambda blocks=blocks: seed_blocks(blocks),
+                partial(seed_blocks, blocks),
                 measured.fixed_bytes,
                 int(peak / times),
                 plain_flops,

@@ -103,8 +103,8 @@ class Op:
         op of several steps need not keep what it hides. None: as ``forward_workspace_bytes``.
     backward_workspace_bytes : int
         The same as ``forward_workspace_bytes`` for its backward, above its saved storages, the
-        gradients of its outputs and all of ``gradient_bytes``. Negative where an op of several steps frees what it hid
-        before the last of its gradients is made.
+        gradients of its outputs and all of ``gradient_bytes``. Negative where an op of several
+        steps frees what it hid before the last of its gradients is made.
     stop_peak_bytes : int
         Most bytes alive at once above its inputs when it runs only until the last of its saved
         tensors is packed, where a recomputation stops. 0 where that was not measured: it is

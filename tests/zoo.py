@@ -203,9 +203,9 @@ def swin() -> Case:
 def resnet() -> Case:
     """Bottleneck ResNet with batch normalization, loss outside."""
     config = transformers.ResNetConfig(
-        embedding_size=24,
-        hidden_sizes=[48, 96, 128],
-        depths=[2, 3, 2],
+        embedding_size=16,
+        hidden_sizes=[48, 64, 96],
+        depths=[3, 6, 3],
         layer_type="bottleneck",
         num_labels=10,
     )
@@ -222,7 +222,7 @@ def convnext() -> Case:
         patch_size=2,
         num_stages=3,
         hidden_sizes=[16, 32, 48],
-        depths=[2, 3, 2],
+        depths=[3, 6, 3],
         drop_path_rate=0.1,
         layer_scale_init_value=0.5,
         image_size=48,

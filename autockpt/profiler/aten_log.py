@@ -25,6 +25,7 @@ class Tally:
     calls: int = 0
 
     def copy(self) -> Tally:
+        """The sums so far."""
         return Tally(self.flops, self.nbytes, self.calls)
 
 
@@ -41,7 +42,7 @@ class AtenLog(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tally = Tally()
         self.random = False
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -47,6 +47,7 @@ class Roofline:
     launch_ns: int = 5_000
 
     def __call__(self, work: OpWork) -> int:
+        """Nanoseconds of one run."""
         compute = work.flops * 1e9 / self.flops_per_second
         traffic = work.output_bytes * 1e9 / self.bytes_per_second
         return round(compute + traffic) + self.launch_ns

@@ -12,7 +12,7 @@ class Ref(NamedTuple):
     """A storage as one op sees it: of an argument, of a result, or one that no value shows."""
 
     kind: Literal["argument", "result", "hidden"]
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
-from autockpt.capture.restore import Trace, untraced
 from autockpt.capture.paths import read_path
+from autockpt.capture.restore import Trace, untraced
 from autockpt.errors import ProfileError
 from autockpt.meters import Meter, NullMeter, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model
@@ -115,7 +115,7 @@ def fixed_bytes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, i
     }
 
 
-class _Runner(fx.Interpreter):  # type: ignore[misc]
+class _Runner(fx.Interpreter):
     """The interpreter: ``rehearsals`` and ``externals`` are what it finds."""
 
     def __init__(

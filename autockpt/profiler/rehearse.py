@@ -61,24 +61,36 @@ class _Rest(torch.autograd.Function):
     """The rest of the model: its backward allocates the gradients that reach the op."""
 
     @staticmethod
-    def forward(ctx: Any, arrived: Callable[[tuple[torch.Tensor, ...]], None], *results: Any) -> Any:
+    def forward(
+        ctx: Any, arrived: Callable[[tuple[torch.Tensor, ...]], None], *results: Any
+    ) -> Any:
         ctx.arrived = arrived
         ctx.layouts = [
-            (tuple(r.shape), r.stride() if is_dense(r) else None, r.dtype)
+            (tuple(r.shape), r.stride() if is_dense(r) else None, r.dtype, r.device)
             for r in results
         ]
-        ctx.device = results[0].device
-        return torch.zeros((), device=ctx.device)
+        return torch.zeros((), device=results[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        gradients = tuple(_ones(*layout, ctx.device) for layout in ctx.layouts)
+        gradients = tuple(_ones(*layout) for layout in ctx.layouts)
         ctx.arrived(gradients)
         return (None, *gradients)
 
 
+def _rest(
+    results: Sequence[torch.Tensor], arrived: Callable[[tuple[torch.Tensor, ...]], object]
+) -> torch.Tensor:
+    """A scalar behind an op's results; ``arrived`` is called with their gradients."""
+    end: torch.Tensor = _Rest.apply(arrived, *results)  # type: ignore[no-untyped-call]
+    return end
+
+
 def _ones(
-    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: Any
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     if stride is None:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -226,7 +238,7 @@ def _logged_run(subject: Subject) -> _Logged:
     storages = _number_storages(leaves, results, [*packed, *cached])
     saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in packed))
     hidden = {
-        storages[storage_of(tensor)].index: storage_bytes(tensor)
+        storages[storage_of(tensor)].number: storage_bytes(tensor)
         for tensor in (*packed, *cached)
         if storages[storage_of(tensor)].kind == "hidden"
     }
@@ -241,8 +253,11 @@ def _logged_run(subject: Subject) -> _Logged:
         )
         for index, result in enumerate(results)
     )
-    wrote = {storage_of(leaf) for leaf, t in zip(leaves, subject.tensors, strict=True)
-             if id(t) in subject.written}
+    wrote = {
+        storage_of(leaf)
+        for leaf, t in zip(leaves, subject.tensors, strict=True)
+        if id(t) in subject.written
+    }
     output_bytes = sum(
         result.numel() * result.element_size()
         for index, result in enumerate(results)
@@ -252,7 +267,7 @@ def _logged_run(subject: Subject) -> _Logged:
         results=shown,
         hidden_bytes=tuple(hidden[index] for index in sorted(hidden)),
         cached=tuple(
-            ref.index for ref in (storages[storage_of(t)] for t in cached) if ref.kind == "hidden"
+            ref.number for ref in (storages[storage_of(t)] for t in cached) if ref.kind == "hidden"
         ),
         saved=saved,
         packs=bool(packed),
@@ -261,7 +276,8 @@ def _logged_run(subject: Subject) -> _Logged:
     )
     forward = log.tally.copy()
     differentiable = [i for i, result in enumerate(results) if result.requires_grad]
-    del packed, cached
+    packed.clear()
+    cached.clear()
     log.casts.clear()
     torch.clear_autocast_cache()
     fresh, gradients, flops = _logged_backward(results, differentiable, edges)
@@ -342,7 +358,7 @@ def _logged_backward(
     if not differentiable or not any(edge is not None for edge in edges):
         return (), (), 0
     arrived: list[torch.Tensor] = []
-    end = _Rest.apply(arrived.extend, *(results[i] for i in differentiable))
+    end = _rest([results[i] for i in differentiable], arrived.extend)
     wanted = [(index, edge) for index, edge in enumerate(edges) if edge is not None]
     with AtenLog() as log:
         got = torch.autograd.grad(end, [edge for _, edge in wanted], allow_unused=True)
@@ -352,7 +368,8 @@ def _logged_backward(
     }
     fresh: list[int] = []
     gradients: list[ArgumentGradient] = []
-    for (argument, _), gradient in zip(wanted, got, strict=True):
+    received: tuple[torch.Tensor | None, ...] = got
+    for (argument, _), gradient in zip(wanted, received, strict=True):
         if gradient is None:
             continue
         if storage_of(gradient) not in storages:
@@ -376,8 +393,8 @@ def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
     if not differentiable or not wanted:
         return False
     results, _ = _results(subject, leaves, out)
-    end = _Rest.apply(
-        lambda _: watch.mark(f"{subject.name}.backward"), *(results[i] for i in differentiable)
+    end = _rest(
+        [results[i] for i in differentiable], lambda _: watch.mark(f"{subject.name}.backward")
     )
     del out, results, leaves, args, kwargs
     got = torch.autograd.grad(end, wanted, allow_unused=True)
@@ -430,9 +447,9 @@ def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
             continue
         results, _ = _results(subject, leaves, out)
         clocks: list[_Clock] = []
-        end = _Rest.apply(
+        end = _rest(
+            [results[i] for i in facts.differentiable],
             lambda _: clocks.append(_Clock(subject.tensors)),  # noqa: B023
-            *(results[i] for i in facts.differentiable),
         )
         torch.autograd.grad(end, wanted, allow_unused=True)
         backwards.append(clocks[0].ns())
@@ -456,7 +473,7 @@ class _Clock:
         stop = torch.cuda.Event(enable_timing=True)
         stop.record()
         stop.synchronize()
-        return round(self._start.elapsed_time(stop) * 1e6)
+        return round(float(self._start.elapsed_time(stop)) * 1e6)
 
 
 def _priced(
