@@ -15,11 +15,11 @@ from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.simulate import Replay, replay_of
+from solvers.replay import Replay, replay_of
 
 _ASKED_SHARES = (1.005, 1.01, 1.02)
 _PRICES = 800
-_NESTING_SHARE = 0.6
+_NESTING_SHARE = 0.7
 
 
 def solve(

@@ -10,7 +10,8 @@ from solvers.errors import InfeasibleError
 from solvers.graph import Graph
 from solvers.problem import Problem
 from solvers.programs import run_program
-from solvers.simulate import NOTHING, Replay, replay_of
+from solvers.replay import Replay, replay_of
+from solvers.step import NOTHING
 
 _INSTANTS = 6
 _SLACK = 1e-6

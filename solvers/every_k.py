@@ -8,7 +8,7 @@ from solvers.blocks import blocks, grouped
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.simulate import replay_of
+from solvers.replay import replay_of
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:

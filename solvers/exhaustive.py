@@ -9,7 +9,7 @@ from solvers.errors import PlanError
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.simulate import replay_of
+from solvers.replay import replay_of
 
 MOST_OPS = 10
 

@@ -13,7 +13,8 @@ from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
 from solvers.programs import run_program
-from solvers.simulate import NOTHING, Replay, replay_of
+from solvers.replay import Replay, replay_of
+from solvers.step import NOTHING
 
 SMALL_OPS = 40
 _SECONDS = 20.0

@@ -9,7 +9,7 @@ from solvers.minimum import least_flat_peak
 from solvers.plan import Plan
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.simulate import replay_of
+from solvers.replay import replay_of
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from solvers.intervals import Intervals, make_intervals
 from solvers.plan import Region
-from solvers.simulate import Replay
+from solvers.replay import Replay
 
 _LABELS = 1024
 _PLAIN_OPS = 12

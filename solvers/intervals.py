@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.simulate import NOTHING, Replay
+from solvers.replay import Replay
+from solvers.step import NOTHING
 
 Table = NDArray[np.int64]
 

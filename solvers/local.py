@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solvers.plan import Region
-from solvers.simulate import Replay
+from solvers.replay import Replay
 
 _STEPS = (1, 2, 3)
 

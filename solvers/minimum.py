@@ -12,7 +12,7 @@ from solvers.nested import best_nested
 from solvers.plan import Plan, Region
 from solvers.pricing import priced
 from solvers.problem import Problem
-from solvers.simulate import Replay, replay_of
+from solvers.replay import Replay, replay_of
 
 _FLAT_STEPS = 100
 _NESTED_STEPS = 50

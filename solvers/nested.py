@@ -8,10 +8,10 @@ import numpy as np
 
 from solvers.interval_search import IntervalSearch, Segment, search_of
 from solvers.plan import Region
-from solvers.simulate import Replay
+from solvers.replay import Replay
 
 _CUTS = 26
-_SHARES = (0.0, 0.12, 0.25, 0.4)
+_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 _LEVELS = 2
 
 
