@@ -50,6 +50,8 @@ class Frame:
         Whether it saves and restores random state.
     cost, flops, ops : int
         What its own replay runs, children in it included.
+    stop, partial : int, int or None
+        The op before which a replay ends, and the op it runs a part of, if any.
     levels : tuple of (int, int)
         Op and bytes at each instant of its replay.
     held : tuple of int
@@ -69,6 +71,8 @@ class Frame:
     cost: int
     flops: int
     ops: int
+    stop: int
+    partial: int | None
     levels: tuple[tuple[int, int], ...]
     held: tuple[int, ...]
 
@@ -125,6 +129,8 @@ class Frames:
             cost=cost,
             flops=flops,
             ops=count,
+            stop=stop,
+            partial=partial,
             levels=levels,
             held=held,
         )
@@ -158,7 +164,8 @@ class Frames:
         state = self.problem.random_state_bytes
         level = state if any(ops[i].random for i in inside) else 0
         state_changes = self._state_changes(children) if children and state else {}
-        levels: list[tuple[int, int]] = []
+        # The state is saved even where not one op runs before the replay ends.
+        levels = [(region.start, level)] if level else []
         held: list[int] = []
         dropped = {i for child in children for i in range(child.region.start, child.region.stop)}
         dying: dict[int, int] = {}

@@ -120,12 +120,12 @@ class Replay:
 
     def price(self, regions: tuple[Region, ...]) -> tuple[int, int]:
         """Return the peak, fixed bytes included, and the recompute cost; the fast way."""
-        step = self._add_up(regions)
+        step = self.add_up(regions)
         return step.peak(), sum(profile.cost for profile in step.profiles)
 
     def predict(self, regions: tuple[Region, ...], *, timeline: bool = False) -> Prediction:
         """Return the whole prediction for well-formed ``regions``."""
-        step = self._add_up(regions)
+        step = self.add_up(regions)
         tops = [step.tops(mode) for mode in (0, 1)]
         resident, fresh = (max(top for top, _, _ in mode) for mode in tops)
         peak, phase, op = max(
@@ -146,7 +146,8 @@ class Replay:
             timeline=step.timeline() if timeline else (),
         )
 
-    def _add_up(self, regions: tuple[Region, ...]) -> Step:
+    def add_up(self, regions: tuple[Region, ...]) -> Step:
+        """Return the levels of the whole step."""
         size = self.graph.size
         profiles = [self.profile(region) for region in regions]
         released = np.full(len(self.nbytes), size, np.intp)

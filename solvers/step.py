@@ -59,11 +59,12 @@ class Step:
         judge = self.judge
         top = int(self.forward.max(initial=0)) + max(judge.bases)
         for mode in (0, 1):
-            for levels in self._backward(mode):
+            for levels in self.backward(mode):
                 top = max(top, int(levels.max(initial=0)))
         return top
 
-    def _backward(self, mode: int) -> tuple[Levels, Levels, Levels]:
+    def backward(self, mode: int) -> tuple[Levels, Levels, Levels]:
+        """Return the levels of replays, of backward and after it; gradients resident or fresh."""
         judge = self.judge
         return (
             self.replay + judge.before[mode],
@@ -78,7 +79,7 @@ class Step:
         found: list[tuple[int, Phase, int]] = []
         forward = self.forward + self.judge.bases[mode]
         phases: tuple[Phase, ...] = ("forward", "recompute", "backward", "backward")
-        for phase, levels in zip(phases, (forward, *self._backward(mode)), strict=True):
+        for phase, levels in zip(phases, (forward, *self.backward(mode)), strict=True):
             op = int(levels.argmax())
             found.append((int(levels[op]), phase, op))
         # The op at the top of a replay is inside the region whose turn it is.
@@ -109,7 +110,7 @@ class Step:
         events: list[tuple[Phase, int, int]] = [
             ("forward", op, int(level) + base) for op, level in enumerate(self.forward)
         ]
-        _, instant, after = self._backward(0)
+        _, instant, after = self.backward(0)
         for op in range(judge.graph.size - 1, -1, -1):
             if not judge.graph.reached[op]:
                 continue
