@@ -26,6 +26,8 @@ replay of a region; held by the caller; read again later in the same pass; the s
 random generator that a region keeps.
 """
 
+Reason = tuple[Why, tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
@@ -150,8 +152,10 @@ class _Instant:
         forward = self.step.forward + base
         if int(forward.max()) == top:
             op = int(forward.argmax())
-            workspace = self.judge.workspace if op in self.outside else self.judge.dropped
-            return self._holding(top, "forward", op, 0, int(workspace[op]), self._forward(op))
+            running = self.problem.ops[op]
+            kept = op in self.outside
+            room = running.forward_workspace_bytes if kept else running.workspace_in_region_bytes
+            return self._holding(top, "forward", op, 0, room, self._forward(op))
         replay, instant, after = self.step.backward(self.mode)
         if int(replay.max()) == top:
             return self._recompute(top, int(replay.argmax()))
@@ -229,10 +233,10 @@ class _Instant:
 
     # Backward
 
-    def _reasons(self, op: int) -> dict[int, tuple[Why, tuple[int, ...]]]:
+    def _reasons(self, op: int) -> dict[int, Reason]:
         """Return what forward keeps that is let go of after the backward of ``op`` or below."""
         graph = self.graph
-        reasons: dict[int, tuple[Why, tuple[int, ...]]] = {s: ("output", ()) for s in graph.outputs}
+        reasons: dict[int, Reason] = dict.fromkeys(graph.outputs, ("output", ()))
         for frame in self.frames:
             if frame.release is not None and frame.release <= op:
                 for s in frame.inputs:
@@ -280,9 +284,7 @@ class _Instant:
         base = self.judge.bases[self.mode]
         gradients = int(self.judge.before[self.mode][trigger]) - base
         (profile,) = (
-            p
-            for p in self.step.profiles
-            if p.frame.region.start <= trigger < p.frame.region.stop
+            p for p in self.step.profiles if p.frame.region.start <= trigger < p.frame.region.stop
         )
         frames = [frame for _, frame in profile.replays if frame.trigger == trigger]
         found = {id(frame): level for level, frame in profile.replays}
