@@ -108,8 +108,7 @@ class FlatProgram:
             (i, j)
             for k, i in enumerate(self.edges)
             for j in self.edges[k + 1 :]
-            if tables.allowed[i, j]
-            and tables.region_needs[i, j] - tables.outputs_bytes <= self.budget_bytes
+            if tables.allowed[i, j] and self._region_need(i, j) <= self.budget_bytes
         ]
         self.chosen = {
             (i, j): pulp.LpVariable(f"region_{i}_{j}", cat=pulp.LpBinary) for i, j in pairs
