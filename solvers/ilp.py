@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pulp
 
 from solvers.interval_search import best_flat, search_of
+from solvers.intervals import region_edges
 from solvers.minimum import least_flat_peak
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
@@ -104,11 +105,13 @@ class FlatProgram:
     def __post_init__(self) -> None:
         size = self.replay.graph.size
         tables = search_of(self.replay).tables
+        # A region that saves nothing may still need less in forward than its ops outside.
+        legal = region_edges(self.replay) if size <= SMALL_OPS else tables.allowed
         pairs = [
             (i, j)
             for k, i in enumerate(self.edges)
             for j in self.edges[k + 1 :]
-            if tables.allowed[i, j] and self._region_need(i, j) <= self.budget_bytes
+            if legal[i, j] and self._region_need(i, j) <= self.budget_bytes
         ]
         self.chosen = {
             (i, j): pulp.LpVariable(f"region_{i}_{j}", cat=pulp.LpBinary) for i, j in pairs

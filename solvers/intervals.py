@@ -103,7 +103,7 @@ def make_intervals(replay: Replay) -> Intervals:
         plain_forward=_shifted(_running_max(alive[:, : size + 1] + workspace) + base),
         plain_backward=_shifted(backward + outputs_bytes),
         region_cost=region_cost,
-        allowed=packs & _edges(replay),
+        allowed=packs & region_edges(replay),
         outputs_bytes=outputs_bytes,
     )
 
@@ -221,7 +221,7 @@ def _random_states(replay: Replay) -> Table:
     return states * replay.problem.random_state_bytes
 
 
-def _edges(replay: Replay) -> NDArray[np.bool_]:
+def region_edges(replay: Replay) -> NDArray[np.bool_]:
     """Return ``[i, j]``: whether both are allowed edges with no pinned op between."""
     boundary = np.array(replay.problem.boundaries, bool)
     pinned = np.cumsum([0, *(op.pinned for op in replay.problem.ops)])
