@@ -9,6 +9,7 @@ from autockpt.errors import (
     PlanError,
     ProfileError,
 )
+from autockpt.holding import profile
 from autockpt.step import measure
 from autockpt.verify import verify
 
@@ -22,5 +23,6 @@ __all__ = [
     "measure",
     "minimum_budget",
     "optimize",
+    "profile",
     "verify",
 ]

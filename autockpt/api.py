@@ -11,11 +11,8 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
-from autockpt.lower import lower
-from autockpt.pipeline import record_step
-from autockpt.profiler import profile
+from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
-from autockpt.runtime.bypass import originals
 from autockpt.runtime.handle import Handle
 from autockpt.runtime.swap import adopt, release
 from autockpt.settings import Emit, Loss, Settings, budget_for
@@ -137,11 +134,7 @@ def minimum_budget(
     """
     _check_model(model)
     clone = release(clone_module(model))
-    batch = (tuple(args), dict(kwargs or {}))
-    with originals():
-        capture, recorded = record_step(clone, *batch, loss)
-        profiled = profile(capture, clone, *batch, cost="roofline", closures=recorded.closures)
-    problem = lower(capture, profiled)
+    _, problem = lower_step(clone, tuple(args), dict(kwargs or {}), loss)
     least_peak_bytes = simulate(problem, least_peak(problem)).peak_bytes
     return budget_for(least_peak_bytes, problem.fixed_bytes, reserve)
 

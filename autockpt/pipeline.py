@@ -118,6 +118,22 @@ class ForwardError(CaptureError):
     """The model's own forward, or the loss, failed; its error is the cause."""
 
 
+def lower_step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
+) -> tuple[Capture, Problem]:
+    """Record and profile a step for its memory alone, without a check of the capture.
+
+    Raises
+    ------
+    CaptureError, ProfileError
+    """
+    with originals():
+        capture, recorded = record_step(model, args, kwargs, loss)
+        closures = recorded.closures
+        profiled = profile(capture, model, args, kwargs, cost="roofline", closures=closures)
+    return capture, lower(capture, profiled)
+
+
 def record_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[Capture, Recorded]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from autockpt.layers import file_and_line, layer_pattern, name_together
 from autockpt.units import Budget, format_bytes
 from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Op, Problem
 
 _WIDTH = 100
-# A part of a dotted path that counts: ``3``, or ``3-4`` for a region over several layers.
-_INDEX = re.compile(r"(?<![^.])\d+(?:-\d+)?(?![^.])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +215,7 @@ def _peak_op(problem: Problem, prediction: Prediction) -> str:
     if not 0 <= prediction.peak_op < len(problem.ops):
         return ""
     op = problem.ops[prediction.peak_op]
-    source = f", {_base(op.source)}" if op.source else ""
+    source = f", {file_and_line(op.source)}" if op.source else ""
     return f"{op.module or op.name} ({prediction.peak_phase}{source})"
 
 
@@ -234,7 +232,7 @@ def _rows(
         cost, flops = _until_early_stop(ops)
         yield RegionRow(
             module=_common_module(ops),
-            source=_base(ops[0].source),
+            source=file_and_line(ops[0].source),
             start=region.start,
             stop=region.stop,
             depth=depth,
@@ -326,10 +324,6 @@ def _layer(path: tuple[str, ...]) -> str:
     return ".".join(path[:depth])
 
 
-def _base(source: str) -> str:
-    return source.replace("\\", "/").rsplit("/", 1)[-1]
-
-
 def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
@@ -347,7 +341,7 @@ def _region_table(report: Report) -> Table:
     for rows in _alike(report.regions):
         first = rows[0]
         table.add_row(
-            "  " * first.depth + _module_range(rows),
+            "  " * first.depth + name_together([row.module for row in rows]),
             first.source,
             str(len(rows)),
             str(first.ops),
@@ -362,39 +356,10 @@ def _alike(rows: tuple[RegionRow, ...]) -> list[list[RegionRow]]:
     """Group the rows that say the same of repeated layers, in the order of the first ones."""
     groups: dict[tuple[object, ...], list[RegionRow]] = {}
     for row in rows:
-        pattern = _INDEX.sub("*", row.module)
+        pattern = layer_pattern(row.module)
         key = (pattern, row.source, row.depth, row.ops, row.freed_bytes, row.random)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
-
-
-def _module_range(rows: list[RegionRow]) -> str:
-    """Name alike regions together: ``h.{0-3,7}.mlp``."""
-    modules = list(dict.fromkeys(row.module for row in rows))
-    columns = list(zip(*(_INDEX.findall(module) for module in modules), strict=True))
-    moving = [column for column in columns if len(set(column)) > 1]
-    if not moving:
-        return modules[0]
-    if len(moving) > 1 or not all(index.isdigit() for index in moving[0]):
-        return f"{modules[0]} .. {modules[-1]}"
-    texts = iter(columns)
-
-    def spell(_: re.Match[str]) -> str:
-        column = next(texts)
-        return f"{{{_spans(map(int, column))}}}" if column is moving[0] else column[0]
-
-    return _INDEX.sub(spell, modules[0])
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """Write ``0, 1, 2, 5`` as ``0-2,5``."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def _totals(report: Report) -> Table:
