@@ -55,6 +55,9 @@ class Row:
         Median over interleaved pairs of steps, planned over plain.
     flop_ratio : float
         Counted as they ran, planned over plain.
+    recompute_share, bound_share : float
+        Predicted cost of what runs again as a share of a forward's, and what no schedule can
+        go below.
     regions : int
     plan_seconds : float
         From the call of ``optimize`` to its return.
@@ -71,6 +74,8 @@ class Row:
     fixed_bytes: int
     time_ratio: float
     flop_ratio: float
+    recompute_share: float
+    bound_share: float | None
     regions: int
     plan_seconds: float
     differences: tuple[str, ...]
@@ -150,7 +155,7 @@ def examples(
         images = torch.randn(batch, 3, side, side, device=device)
         labels = torch.randint(100, (batch,), device=device)
         kwargs = {"pixel_values": images, "labels": labels}
-        return Example(name="ResNet-50", model=model, kwargs=kwargs)
+        return Example(name="ResNet", model=model, kwargs=kwargs)
 
     def unet() -> Example:
         width = 160 if big else 32
@@ -211,6 +216,8 @@ def run(example: Example, budget: str) -> tuple[Row, nn.Module]:
         fixed_bytes=seen.fixed_bytes,
         time_ratio=time_ratio(example, optimized),
         flop_ratio=count_flops(example, optimized) / count_flops(example, example.model),
+        recompute_share=report.recompute_share,
+        bound_share=report.bound_share,
         regions=len(report.regions),
         plan_seconds=plan_seconds,
         differences=seen.differences,
@@ -255,22 +262,25 @@ def _synchronize() -> None:
 
 def table(rows: Iterable[Row]) -> Table:
     """Lay rows out for people."""
-    shown = Table(title="One training step, peaks with parameters and gradients", expand=False)
+    shown = Table(
+        title="One training step; peaks in MiB, parameters and gradients included", expand=False
+    )
     shown.add_column("model")
-    for name in ("budget", "plain peak", "budget is", "predicted", "measured", "time", "FLOPs"):
+    headings = ("plain peak", "budget", "predicted", "measured")
+    for name in ("asked", *headings, "time", "FLOPs", "runs again", "bound"):
         shown.add_column(name, justify="right")
     shown.add_column("bits")
     for row in rows:
         style = "" if row.ok else "bold red"
+        peaks = (row.plain_bytes, row.budget_bytes, row.predicted_bytes, row.measured_bytes)
         shown.add_row(
             row.model,
             row.budget,
-            *map(
-                format_bytes,
-                (row.plain_bytes, row.budget_bytes, row.predicted_bytes, row.measured_bytes),
-            ),
+            *(f"{nbytes / 2**20:.2f}" for nbytes in peaks),
             f"{row.time_ratio:.2f}x",
             f"{row.flop_ratio:.2f}x",
+            f"{row.recompute_share:.1%}",
+            "" if row.bound_share is None else f"{row.bound_share:.1%}",
             f"{len(row.differences)} differ" if row.differences else "equal",
             style=style,
         )

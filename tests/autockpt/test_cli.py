@@ -28,6 +28,8 @@ GOOD = demo.Row(
     fixed_bytes=950_000,
     time_ratio=1.25,
     flop_ratio=1.125,
+    recompute_share=0.25,
+    bound_share=0.2,
     regions=3,
     plan_seconds=0.5,
     differences=(),
@@ -59,8 +61,9 @@ def test_all_is_well(invoke: Callable[..., Any]) -> None:
     result = invoke(GOOD, replace(GOOD, budget="30%"))
     assert result.exit_code == 0
     assert "toy" in result.output
-    assert "1.86 MiB" in result.output
+    assert "1.86" in result.output
     assert "1.25x" in result.output
+    assert "20.0%" in result.output
     assert "every bit is equal" in result.output
 
 
