@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -170,16 +172,26 @@ def meter(device: torch.device) -> Meter:
     )
 
 
-def peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes of the highest level while ``run()`` runs, above the level at its start.
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Collect garbage, then keep the collector off.
+
+    Cycles that are older than what is measured, freed inside it, would move its level.
 
     Examples
     --------
-    >>> peak_of(lambda: torch.zeros(1024), torch.device("cpu"))
+    >>> with collector_off(), meter(torch.device("cpu")) as watch:
+    ...     watch.mark("start")
+    ...     zeros = torch.zeros(1024)
+    ...     watch.mark("stop")
+    >>> watch.span("start", "stop").peak_bytes
     4096
     """
-    with meter(device) as watch:
-        watch.mark("start")
-        run()
-        watch.mark("stop")
-    return watch.span("start", "stop").peak_bytes
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

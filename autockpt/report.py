@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from autockpt.layers import file_and_line, layer_pattern, name_together
+from autockpt.plotting import plot_timeline
+from autockpt.timeline import Timeline, make_timeline
 from autockpt.units import Budget, format_bytes
 from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Op, Problem
+
+if TYPE_CHECKING:
+    from autockpt.step import Measurement
 
 _WIDTH = 100
 
@@ -92,6 +98,8 @@ class Report:
     solve_seconds : float
     notes : tuple of str
         What the user should know: checkpoints dissolved, model returned as it is, ...
+    timeline : Timeline or None
+        Predicted bytes at every instant of the step; ``plot`` draws it.
     """
 
     regions: tuple[RegionRow, ...] = ()
@@ -113,6 +121,7 @@ class Report:
     status: str = "feasible"
     solve_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    timeline: Timeline | None = field(default=None, repr=False)
 
     @property
     def recompute_share(self) -> float:
@@ -136,12 +145,39 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that ``json.dumps`` takes, shares included."""
-        return asdict(self) | {
+        """Return plain data that ``json.dumps`` takes, shares included, the timeline apart."""
+        plain = asdict(replace(self, timeline=None))
+        del plain["timeline"]
+        return plain | {
             "recompute_share": self.recompute_share,
             "bound_share": self.bound_share,
             "flop_ratio": self.flop_ratio,
         }
+
+    def plot(self, path: str | Path | None = None, *, measured: Measurement | None = None) -> Any:
+        """Draw the memory of the step over its ops.
+
+        Parameters
+        ----------
+        path : str or Path, optional
+            Where to write the picture; the ending says what kind.
+        measured : Measurement, optional
+            Of a step of the optimized model, by ``measure``: drawn beside what was predicted.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        ImportError
+            Without matplotlib, which ``pip install autockpt[plots]`` brings.
+        ValueError
+            If nothing was planned yet.
+        """
+        if self.timeline is None:
+            raise ValueError("Nothing was planned yet: there is no step to draw.")
+        return plot_timeline(self.timeline, path, measured=measured)
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = []
@@ -201,6 +237,7 @@ def make_report(
         status=plan.status,
         solve_seconds=plan.solve_seconds,
         notes=tuple(notes),
+        timeline=make_timeline(problem, plan, budget_bytes=budget.peak_bytes),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture import Template
 from autockpt.capture.losses import default_loss
 from autockpt.errors import ProfileError
-from autockpt.meters import peak_of
+from autockpt.meters import CpuMeter, Meter, collector_off, meter
 from autockpt.profiler import device_of, fixed_bytes
 from autockpt.units import format_bytes
 
@@ -67,6 +67,9 @@ class Measurement:
     step_seconds : float
         Least wall time of a forward and backward.
     gradients : {"resident", "fresh"}
+    forward_levels, backward_levels : tuple of int
+        Bytes alive, fixed bytes included, after each allocation and release of forward, loss
+        included, and of backward; empty where the allocator does not tell (on cuda).
     """
 
     peak_bytes: int
@@ -74,6 +77,8 @@ class Measurement:
     fixed_bytes: int
     step_seconds: float
     gradients: Gradients
+    forward_levels: tuple[int, ...] = field(default=(), repr=False)
+    backward_levels: tuple[int, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return (
@@ -129,13 +134,16 @@ def measure(
         try:
             set_gradients(model, tensors, gradients)
             torch.clear_autocast_cache()
-            peak = peak_of(step, device)
+            watch = meter(device)
+            with collector_off(), watch:
+                step(watch.mark)
             seconds = min(_timed(step, model, tensors, gradients, device) for _ in range(repeats))
         except torch.OutOfMemoryError as error:
             raise ProfileError(
                 f"The device ran out of memory while a step of {type(model).__name__} was "
                 f"measured. Measure a smaller batch, or plan without measuring."
             ) from error
+    peak = watch.span("start", "stop").peak_bytes
     total = sum(fixed.values()) - (fixed["gradient_bytes"] if gradients == "fresh" else 0)
     return Measurement(
         peak_bytes=total + peak,
@@ -143,7 +151,20 @@ def measure(
         fixed_bytes=total,
         step_seconds=seconds,
         gradients=gradients,
+        **_levels(watch, total),
     )
+
+
+def _levels(watch: Meter, total: int) -> dict[str, tuple[int, ...]]:
+    if not isinstance(watch, CpuMeter):
+        return {}
+    levels = tuple(total + level for level in watch.levels("start", "stop"))
+    forward = len(watch.levels("start", "backward"))
+    return {"forward_levels": levels[:forward], "backward_levels": levels[forward:]}
+
+
+def _unmarked(name: str) -> None:
+    """Where a step is not measured."""
 
 
 @dataclass(slots=True)
@@ -153,13 +174,16 @@ class _Step:
     kwargs: dict[str, Any]
     loss: Loss | None
 
-    def __call__(self) -> None:
+    def __call__(self, mark: Callable[[str], None] = _unmarked) -> None:
+        mark("start")
         # The output is held to the end of backward, as most training loops do.
         output = self.model(*self.args, **self.kwargs)
         loss = loss_of(output, self.loss)
         # As if the caller's autocast block ended here, which is where it should.
         torch.clear_autocast_cache()
+        mark("backward")
         loss.backward()
+        mark("stop")
 
 
 def _timed(

@@ -20,7 +20,7 @@ from autockpt.capture.guards import expect
 from autockpt.capture.paths import read_path
 from autockpt.capture.restore import Trace, untraced
 from autockpt.errors import ProfileError
-from autockpt.meters import Meter, NullMeter, meter
+from autockpt.meters import Meter, NullMeter, collector_off, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model
 from autockpt.profiler.facts import External, OpFacts, Profile
 from autockpt.profiler.rehearse import (
@@ -74,7 +74,7 @@ def profile(
     with untraced(model, args, kwargs) as trace:
         runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
         runner.closures.update(closures or {})
-        with watch:
+        with collector_off(), watch:
             runner.run(*inputs)
     externals = runner.externals
     return Profile(
