@@ -113,7 +113,8 @@ def _cost_at(replay: Replay, budget_bytes: int, instant: int) -> int:
     room -= sum(graph.nbytes[s] for s in held)
     if room < 0:
         return 0
-    wanted = _Program(graph, held)
+    model = pulp.LpProblem("bound", pulp.LpMinimize)
+    wanted = _Program(graph, held, model)
     for i in range(min(instant, graph.size)):
         if graph.reached[i] and graph.packs[i]:
             for s in graph.saved[i]:
@@ -122,7 +123,6 @@ def _cost_at(replay: Replay, budget_bytes: int, instant: int) -> int:
         partly * ops[i].stop_cost + wanted.whole[i] * (ops[i].cost - ops[i].stop_cost)
         for i, partly in wanted.part.items()
     )
-    model = pulp.LpProblem("bound", pulp.LpMinimize)
     model += cost
     for row in wanted.rows:
         model += row
@@ -149,9 +149,10 @@ def _level(replay: Replay, instant: int) -> int:
 class _Program:
     """Variables and rows of the linear program, made where they are wanted."""
 
-    def __init__(self, graph: Graph, held: set[int]) -> None:
+    def __init__(self, graph: Graph, held: set[int], model: pulp.LpProblem) -> None:
         self.graph = graph
         self.held = held
+        self.model = model
         self.kept: dict[int, pulp.LpVariable] = {}
         self.part: dict[int, pulp.LpVariable] = {}
         self.whole: dict[int, pulp.LpVariable] = {}
@@ -167,7 +168,7 @@ class _Program:
 
     def _keep(self, storage: int) -> pulp.LpVariable:
         if storage not in self.kept:
-            self.kept[storage] = pulp.LpVariable(f"keep_{storage}", 0, 1)
+            self.kept[storage] = self.model.add_variable(f"keep_{storage}", 0, 1)
         return self.kept[storage]
 
     def _run(self, op: int, whole: bool) -> pulp.LpVariable:
@@ -181,8 +182,8 @@ class _Program:
             i = pending.pop()
             if i in self.part:
                 continue
-            self.part[i] = pulp.LpVariable(f"part_{i}", 0, 1)
-            self.whole[i] = pulp.LpVariable(f"whole_{i}", 0, 1)
+            self.part[i] = self.model.add_variable(f"part_{i}", 0, 1)
+            self.whole[i] = self.model.add_variable(f"whole_{i}", 0, 1)
             self.rows.append(self.part[i] >= self.whole[i])
             pending += [self.graph.producer[s] for s in self.graph.reads[i] if s not in self.held]
             self._needed.add(i)

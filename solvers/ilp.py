@@ -113,11 +113,11 @@ class FlatProgram:
             for j in self.edges[k + 1 :]
             if legal[i, j] and self._region_need(i, j) <= self.budget_bytes
         ]
-        self.chosen = {
-            (i, j): pulp.LpVariable(f"region_{i}_{j}", cat=pulp.LpBinary) for i, j in pairs
-        }
-        self.outside = [pulp.LpVariable(f"outside_{v}", 0, 1) for v in range(size)]
         self.model = pulp.LpProblem("flat", pulp.LpMinimize)
+        self.chosen = {
+            (i, j): self.model.add_variable(f"region_{i}_{j}", cat=pulp.LpBinary) for i, j in pairs
+        }
+        self.outside = [self.model.add_variable(f"outside_{v}", 0, 1) for v in range(size)]
         # Costs as shares of a forward, so that the backend's tolerances fit them.
         total = max(1, self.replay.forward_cost)
         costs = tables.region_cost
@@ -153,7 +153,7 @@ class FlatProgram:
             earlier: pulp.LpVariable | None = None
             self._holders[s] = {}
             for op in sorted(by_op):
-                held = pulp.LpVariable(f"held_{s}_{op}", 0, 1)
+                held = self.model.add_variable(f"held_{s}_{op}", 0, 1)
                 for x in by_op[op]:
                     self.model += held >= x
                 if earlier is not None:

@@ -33,7 +33,9 @@ def run_program(
         except IndexError:
             # PuLP reads a solution even where presolve has found that there is none.
             pass
-    model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, **options))
+    # The CBC that comes with PuLP; its own class for it is about to go.
+    path = pulp.PULP_CBC_CMD.pulp_cbc_path
+    model.solve(pulp.COIN_CMD(path=path, msg=False, threads=1, **options))
 
 
 @cache

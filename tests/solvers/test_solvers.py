@@ -31,7 +31,7 @@ from tests.solvers.problems import plans, problems
 
 MB = 10**6
 
-pytestmark = pytest.mark.filterwarnings("ignore:Constructing LpVariable")
+pytestmark = pytest.mark.filterwarnings("error::DeprecationWarning:pulp|solvers")
 
 
 @pytest.fixture(scope="module")
