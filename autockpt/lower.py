@@ -128,6 +128,7 @@ class _Table:
                 forward_workspace_bytes=facts.forward_workspace_bytes,
                 dropped_workspace_bytes=facts.dropped_workspace_bytes,
                 backward_workspace_bytes=facts.backward_workspace_bytes,
+                early_backward_bytes=facts.early_backward_bytes,
                 stop_peak_bytes=facts.stop_peak_bytes,
                 gradient_bytes=facts.fresh_gradient_bytes,
                 gradients=_gradients(facts, arguments, results, outputs),

@@ -15,7 +15,8 @@ class GradientFlow:
     Attributes
     ----------
     before : tuple of int
-        Gradients alive when the op's turn comes: what a recomputation finds.
+        Gradients alive when the op's backward first asks for something saved: what a
+        recomputation finds.
     instant : tuple of int
         While its backward runs: its own gradients and workspace included.
     after : tuple of int
@@ -161,7 +162,8 @@ def gradient_flows(problem: Problem, graph: Graph) -> tuple[GradientFlow, Gradie
     for index in range(graph.size - 1, -1, -1):
         if not graph.reached[index]:
             continue
-        resident[0][index], fresh[0][index] = flight.resident, flight.fresh
+        early = problem.ops[index].early_backward_bytes
+        resident[0][index], fresh[0][index] = flight.resident + early, flight.fresh + early
         resident[1][index], fresh[1][index] = engine.run_backward(index)
         resident[2][index], fresh[2][index] = flight.top_resident, flight.top_fresh
     return _flow(resident), _flow(fresh)

@@ -105,6 +105,9 @@ class Op:
         The same as ``forward_workspace_bytes`` for its backward, above its saved storages, the
         gradients of its outputs and all of ``gradient_bytes``. Negative where an op of several
         steps frees what it hid before the last of its gradients is made.
+    early_backward_bytes : int
+        What its backward has made, less the gradients of outputs that it has let go of, when it
+        first asks for something saved: a replay that this brings about finds it alive.
     stop_peak_bytes : int
         Most bytes alive at once above its inputs when it runs only until the last of its saved
         tensors is packed, where a recomputation stops. 0 where that was not measured: it is
@@ -137,6 +140,7 @@ class Op:
     forward_workspace_bytes: int = 0
     dropped_workspace_bytes: int | None = None
     backward_workspace_bytes: int = 0
+    early_backward_bytes: int = 0
     stop_peak_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()
     gradients: tuple[Gradient, ...] = ()

@@ -63,6 +63,7 @@ class OpFacts:
     forward_workspace_bytes: int = 0
     dropped_workspace_bytes: int | None = None
     backward_workspace_bytes: int = 0
+    early_backward_bytes: int = 0
     stop_peak_bytes: int = 0
     fresh_gradient_bytes: tuple[int, ...] = ()
     gradients: tuple[ArgumentGradient, ...] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +87,16 @@ def _rest(
     return end
 
 
+def _differentiate(end: torch.Tensor, wanted: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+    """Run backward as a real step does: after the autocast block around its forward."""
+    with ExitStack() as stack:
+        for kind in {"cpu", end.device.type}:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(end, wanted, allow_unused=True)
+    return found
+
+
 def _ones(
     shape: tuple[int, ...],
     stride: tuple[int, ...] | None,
@@ -107,6 +118,7 @@ class Rehearsal:
     differentiable: bool = False
     packs: int = 0
     hides: bool = False
+    unpacks: bool = False
 
     def finish(self, watch: Meter) -> OpFacts:
         """Add the workspaces."""
@@ -133,8 +145,12 @@ class Rehearsal:
         if self.hides:
             dropped = watch.span(f"{self.name}.dropped", f"{self.name}.dropped.end").peak_bytes
             dropped -= made
+        early = 0
+        if self.unpacks:
+            early = watch.span(f"{self.name}.early", f"{self.name}.unpacked").end_bytes
         return replace(
             self.facts,
+            early_backward_bytes=early,
             dropped_workspace_bytes=dropped,
             forward_workspace_bytes=workspace,
             backward_workspace_bytes=backward_workspace,
@@ -199,6 +215,7 @@ def rehearse(
             if facts.facts.hidden_bytes:
                 rehearsal.hides = True
                 _dropped_run(subject, watch)
+                rehearsal.unpacks = _unpacked_run(subject, watch, facts.differentiable)
         forward_ns, backward_ns = _timed_runs(subject, facts) if timed else (0, 0)
     except torch.OutOfMemoryError as error:
         raise ProfileError(
@@ -361,15 +378,14 @@ def _logged_backward(
     end = _rest([results[i] for i in differentiable], arrived.extend)
     wanted = [(index, edge) for index, edge in enumerate(edges) if edge is not None]
     with AtenLog() as log:
-        got = torch.autograd.grad(end, [edge for _, edge in wanted], allow_unused=True)
+        got = _differentiate(end, [edge for _, edge in wanted])
     storages = {
         storage_of(gradient): Ref("result", index)
         for index, gradient in zip(differentiable, arrived, strict=True)
     }
     fresh: list[int] = []
     gradients: list[ArgumentGradient] = []
-    received: tuple[torch.Tensor | None, ...] = got
-    for (argument, _), gradient in zip(wanted, received, strict=True):
+    for (argument, _), gradient in zip(wanted, got, strict=True):
         if gradient is None:
             continue
         if storage_of(gradient) not in storages:
@@ -387,7 +403,6 @@ def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
     watch.mark(f"{subject.name}.forward")
     out = subject.call(*args, **kwargs)
     watch.mark(f"{subject.name}.forward.end")
-    # The autocast block that a real step has around its forward ends before backward.
     torch.clear_autocast_cache()
     wanted = [edge for edge in edges if edge is not None]
     if not differentiable or not wanted:
@@ -397,7 +412,7 @@ def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
         [results[i] for i in differentiable], lambda _: watch.mark(f"{subject.name}.backward")
     )
     del out, results, leaves, args, kwargs
-    got = torch.autograd.grad(end, wanted, allow_unused=True)
+    got = _differentiate(end, wanted)
     watch.mark(f"{subject.name}.backward.end")
     del got
     return True
@@ -434,6 +449,31 @@ def _dropped_run(subject: Subject, watch: Meter) -> None:
     torch.clear_autocast_cache()
 
 
+def _unpacked_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bool:
+    """Run backward up to where it first asks for something saved; say whether it does."""
+    leaves, args, kwargs, edges = subject.stand_ins()
+    unpacked = 0
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal unpacked
+        if not unpacked:
+            watch.mark(f"{subject.name}.unpacked")
+        unpacked += 1
+        return tensor
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = subject.call(*args, **kwargs)
+    torch.clear_autocast_cache()
+    wanted = [edge for edge in edges if edge is not None]
+    if not differentiable or not wanted:
+        return False
+    results, _ = _results(subject, leaves, out)
+    end = _rest([results[i] for i in differentiable], lambda _: watch.mark(f"{subject.name}.early"))
+    del out, results, leaves, args, kwargs
+    _differentiate(end, wanted)
+    return unpacked > 0
+
+
 def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
     """Least time of a few runs, in ns: forward, and backward without the seed."""
     forwards, backwards = [], []
@@ -451,7 +491,7 @@ def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
             [results[i] for i in facts.differentiable],
             lambda _: clocks.append(_Clock(subject.tensors)),  # noqa: B023
         )
-        torch.autograd.grad(end, wanted, allow_unused=True)
+        _differentiate(end, wanted)
         backwards.append(clocks[0].ns())
     return min(forwards), min(backwards, default=0)
 

@@ -125,3 +125,22 @@ def test_tensors_kept_as_attributes_of_a_custom_function_are_noticed(x: torch.Te
             return gradient * 2
 
     assert facts_of(Keeps.apply, x).holds_tensors
+
+
+def test_backward_is_rehearsed_outside_autocast() -> None:
+    def facts() -> OpFacts:
+        q, k, v = (torch.randn(2, 4, 64, 16).bfloat16() for _ in range(3))
+        return facts_of(F.scaled_dot_product_attention, q, k, v, None, 0.1)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = facts()
+    assert inside.backward_workspace_bytes == facts().backward_workspace_bytes
+
+
+def test_what_backward_makes_before_it_asks_for_what_is_saved() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x).sum(0, keepdim=True).to(torch.bfloat16)
+
+    x = torch.randn(ROWS, WIDTH)
+    # The bfloat16 gradient of the sum is let go of, its float32 copy is there instead.
+    assert facts_of(halves, x).early_backward_bytes == WIDTH * (4 - 2)
