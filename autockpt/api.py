@@ -15,8 +15,15 @@ from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
 from autockpt.runtime.swap import adopt, release
-from autockpt.settings import Emit, Loss, Settings, budget_for
-from solvers import Solver, least_peak, simulate
+from autockpt.settings import (
+    Emit,
+    Loss,
+    Settings,
+    budget_for,
+    check_loss_argument,
+    check_reserve,
+)
+from solvers import Plan, Solver, least_peak, simulate
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -33,6 +40,7 @@ def optimize(
     emit: Emit = "auto",
     reserve: int = 0,
     solve_seconds: float | None = None,
+    plan: Plan | None = None,
 ) -> ModuleT:
     """Give the same model back, training to the same bits inside a number of bytes.
 
@@ -59,6 +67,10 @@ def optimize(
         Bytes to leave free inside the budget, for what lies outside the model and its loss.
     solve_seconds : float, optional
         Time limit of ``solver="ilp"``; the other solvers are quick by themselves.
+    plan : Plan, optional
+        A plan made before, for the same model and a batch like this one
+        (``Plan.from_json(text)``): taken as it is, and nothing is solved. Other calls of the
+        model are planned as usual.
 
     Returns
     -------
@@ -72,8 +84,12 @@ def optimize(
         Arguments that are wrong for every model, before any work is done.
     CaptureError
         The forward cannot be captured, or fails on this batch.
+    ProfileError
+        An op cannot be measured, for want of memory say.
     InfeasibleError
         No plan fits; says how many bytes would do.
+    PlanError
+        The plan that was given, or that the given solver returned, is wrong.
 
     Notes
     -----
@@ -101,10 +117,12 @@ def optimize(
         solve_seconds=solve_seconds,
     )
     settings.check()
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan={plan!r} is a {type(plan).__name__}, not a solvers.Plan.")
     _check_model(model)
-    handle = Handle(settings)
+    batch = _check_batch(args, kwargs)
+    handle = Handle(settings, given=plan)
     optimized = adopt(release(clone_module(model)), handle)
-    batch = (tuple(args), dict(kwargs or {}))
     if not _anything_trains(model, batch):
         handle.note("No parameter and no input requires grad: there is nothing to plan.")
     elif any(batch):
@@ -132,9 +150,12 @@ def minimum_budget(
     int
         Bytes, fixed bytes, margin and reserve included.
     """
+    check_loss_argument(loss)
+    check_reserve(reserve)
     _check_model(model)
+    batch = _check_batch(args, kwargs)
     clone = release(clone_module(model))
-    _, problem = lower_step(clone, tuple(args), dict(kwargs or {}), loss)
+    _, problem = lower_step(clone, *batch, loss)
     least_peak_bytes = simulate(problem, least_peak(problem)).peak_bytes
     return budget_for(least_peak_bytes, problem.fixed_bytes, reserve)
 
@@ -146,6 +167,20 @@ def _check_model(model: object) -> None:
     if isinstance(model, wrappers):
         name = type(model).__name__
         raise CaptureError(f"The model is wrapped in {name}. Optimize first: {name}(optimize(m)).")
+
+
+def _check_batch(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(args, (list, tuple)):
+        raise TypeError(
+            f"args is a {type(args).__name__}, not the sequence of the forward's positional "
+            f"arguments: write (x,) for one, and kwargs={{...}} for those with names."
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"kwargs is a {type(kwargs).__name__}, not a mapping from names of the forward's "
+            f"arguments to their values."
+        )
+    return tuple(args), dict(kwargs or {})
 
 
 def _anything_trains(model: nn.Module, batch: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +14,13 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
-from autockpt.errors import CaptureError, InfeasibleError, NoPlanFoundError
+from autockpt.errors import (
+    CaptureError,
+    InfeasibleError,
+    NoPlanFoundError,
+    PlanError,
+    ProfileError,
+)
 from autockpt.lower import lower
 from autockpt.profiler import profile
 from autockpt.progress import progress
@@ -26,6 +34,9 @@ from solvers.plan import Plan
 from solvers.prediction import Prediction
 from solvers.problem import Problem
 
+# One step is planned at a time: the meter of a CPU is one of the process.
+_PLANNING = threading.RLock()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
@@ -33,6 +44,8 @@ class Known:
 
     Attributes
     ----------
+    given : Plan or None
+        The plan that the user asks for.
     plans : tuple of Plan
         One of them is carried over if it was made for the same stream of calls and fits.
     budget : Budget or None
@@ -42,6 +55,7 @@ class Known:
         Signatures of captures that were found equal to the model's forward.
     """
 
+    given: Plan | None = None
     plans: tuple[Plan, ...] = ()
     budget: Budget | None = None
     checked: frozenset[str] = field(default=frozenset())
@@ -79,25 +93,27 @@ def plan_step(
 
     Raises
     ------
-    CaptureError, ProfileError, BudgetError, InfeasibleError
+    CaptureError, ProfileError, BudgetError, InfeasibleError, PlanError
 
     Notes
     -----
     A stream of calls that is known costs one forward to record and one to profile, both
     without grad.
     """
-    with originals():
+    with _PLANNING, originals():
         capture, recorded = record_step(model, args, kwargs, settings.loss)
         if capture.signature not in known.checked:
-            check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
+            with _enough_memory("the recorded forward was checked against the model's"):
+                check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
         closures = recorded.closures
-        profiled = profile(capture, model, args, kwargs, cost=settings.cost, closures=closures)
+        with _enough_memory("the ops of the forward were measured"):
+            profiled = profile(capture, model, args, kwargs, cost=settings.cost, closures=closures)
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
     budget = resolve_budget(settings, problem, plain)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
-    plan = choose_plan(settings, problem, budget, plain, known.plans)
+    plan = choose_plan(settings, problem, budget, plain, known)
     program = rewrite(capture, plan, root=model, random=random_ops(problem))
     report = make_report(
         problem,
@@ -127,10 +143,11 @@ def lower_step(
     ------
     CaptureError, ProfileError
     """
-    with originals():
+    with _PLANNING, originals():
         capture, recorded = record_step(model, args, kwargs, loss)
         closures = recorded.closures
-        profiled = profile(capture, model, args, kwargs, cost="roofline", closures=closures)
+        with _enough_memory("the ops of the forward were measured"):
+            profiled = profile(capture, model, args, kwargs, cost="roofline", closures=closures)
     return capture, lower(capture, profiled)
 
 
@@ -138,16 +155,43 @@ def record_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[Capture, Recorded]:
     """Record, and tell the model's own errors from ours."""
+    failing = f"{type(model).__name__}'s forward"
+
+    def watched(outputs: Any) -> torch.Tensor:
+        nonlocal failing
+        failing = "The loss"
+        assert loss is not None
+        return loss(outputs)
+
     try:
-        return record(model, args, kwargs, loss)
-    except CaptureError:
+        with _enough_memory("the forward was recorded"):
+            return record(model, args, kwargs, watched if loss is not None else None)
+    except (CaptureError, ProfileError):
         raise
     except Exception as error:  # a model may raise anything
+        own = "loss(model(*args, **kwargs))" if failing == "The loss" else "model(*args, **kwargs)"
         raise ForwardError(
-            f"{type(model).__name__}'s forward, or the loss, failed on this batch: "
-            f"{type(error).__name__}: {error}.{_devices(model, args, kwargs)} Call "
-            f"model(*args, **kwargs) to see it without autockpt."
+            f"{failing} failed on this batch: {type(error).__name__}: {error}."
+            f"{_devices(model, args, kwargs)} Call {own} to see it without autockpt."
         ) from error
+
+
+@contextmanager
+def _enough_memory(what: str) -> Iterator[None]:
+    """Say what needed more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_CPU_MEMORY not in str(error):
+            raise
+        raise ProfileError(
+            f"The device ran out of memory while {what}: that takes as much as a forward under "
+            f"torch.no_grad() and its largest op. Shrink the batch; cost='roofline' measures "
+            f"less, and a model and a batch on the meta device are planned without memory."
+        ) from error
+
+
+_NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def _devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -183,28 +227,60 @@ def choose_plan(
     problem: Problem,
     budget: Budget,
     plain: Prediction,
-    known: Sequence[Plan] = (),
+    known: Known,
 ) -> Plan:
-    """Choose a plan for a budget: the plain step, a known plan, or a new one.
+    """Choose a plan for a budget: the given one, the plain step, a known plan, or a new one.
 
     Raises
     ------
     InfeasibleError
         Its message says how many bytes would do.
+    PlanError
+        The given plan, or the user's solver, is wrong.
     """
-    if plain.peak_bytes <= budget.peak_bytes - settings.reserve:
-        return _priced(Plan(solver="none", status="optimal"), problem, budget.peak_bytes)
+    whole = budget.peak_bytes - settings.reserve
     # The plain step keeps no margin, as there is no plan that would need less.
-    target = budget.peak_bytes - settings.reserve
-    target -= margin_bytes(budget.peak_bytes, problem.fixed_bytes)
-    for plan in known:
-        if plan.signature == problem.signature and simulate(problem, plan).peak_bytes <= target:
+    target = whole - margin_bytes(budget.peak_bytes, problem.fixed_bytes)
+    if known.given is not None:
+        return _given(known.given, problem, budget, target if known.given.regions else whole)
+    if plain.peak_bytes <= whole:
+        return _priced(Plan(solver="none", status="optimal"), problem, budget.peak_bytes)
+    for plan in known.plans:
+        if plan.signature == problem.signature and _fits(plan, problem, target):
             return _priced(plan, problem, target)
     try:
         with progress() as say:
             return solve(problem, target, settings.limited_solver(), progress=say)
     except InfeasibleError as error:
         raise _with_margin(error, settings, problem, budget) from error
+    except (PlanError, CaptureError):
+        raise
+    except Exception as error:
+        if isinstance(settings.solver, str):
+            raise
+        name = getattr(settings.solver, "__name__", type(settings.solver).__name__)
+        raise PlanError(
+            f"solver {name!r} raised {type(error).__name__}: {error}. It is called as "
+            f"solver(problem, budget_bytes) and returns a solvers.Plan."
+        ) from error
+
+
+def _given(plan: Plan, problem: Problem, budget: Budget, target: int) -> Plan:
+    peak_bytes = simulate(problem, plan).peak_bytes
+    if peak_bytes > target:
+        raise PlanError(
+            f"The given plan needs {format_bytes(peak_bytes, round_up=True)} here, more than the "
+            f"{format_bytes(target)} that {budget} leaves after margin and reserve. Raise "
+            f"memory_budget, or leave plan= out to plan anew."
+        )
+    return _priced(plan, problem, target)
+
+
+def _fits(plan: Plan, problem: Problem, target: int) -> bool:
+    try:
+        return simulate(problem, plan).peak_bytes <= target
+    except PlanError:  # of the same calls on other layouts: an op may write in place there
+        return False
 
 
 def _bound(problem: Problem, plan: Plan, budget_bytes: int) -> int:

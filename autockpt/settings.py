@@ -47,23 +47,16 @@ class Settings:
         BudgetError, TypeError, ValueError, CaptureError
         """
         check_budget_syntax(self.memory_budget)
-        if not callable(self.solver) and self.solver not in SOLVERS:
+        named = isinstance(self.solver, str) and self.solver in SOLVERS
+        if not callable(self.solver) and not named:
             raise ValueError(
                 f"solver={self.solver!r} is none of {', '.join(SOLVERS)}; a callable "
                 f"(problem, budget_bytes) -> Plan is a solver too."
             )
         cost_model(self.cost)
-        if isinstance(self.reserve, bool) or not isinstance(self.reserve, int):
-            raise TypeError(f"reserve={self.reserve!r} is not an int: write bytes.")
-        if self.reserve < 0:
-            raise BudgetError(f"reserve={self.reserve} is negative: it is taken off the budget.")
-        if self.solve_seconds is not None and not self.solve_seconds > 0:
-            raise ValueError(f"solve_seconds={self.solve_seconds!r} is not above zero.")
-        if self.loss is not None and not callable(self.loss):
-            raise TypeError(
-                f"loss={self.loss!r} cannot be called: pass a function from the model's output "
-                f"to a scalar."
-            )
+        check_reserve(self.reserve)
+        _check_seconds(self.solve_seconds)
+        check_loss_argument(self.loss)
         if self.emit == "modules":
             raise CaptureError(
                 'emit="modules" does not exist yet: regions are runs of torch calls, emit="graph".'
@@ -81,6 +74,31 @@ class Settings:
         """Pickle; callables that cannot be pickled become ones that say so when called."""
         fields = {name: _portable(name, getattr(self, name)) for name in self.__slots__}
         return _settings, (fields,)
+
+
+def check_reserve(reserve: object) -> None:
+    """Refuse what is no number of bytes to leave free."""
+    if isinstance(reserve, bool) or not isinstance(reserve, int):
+        raise TypeError(f"reserve={reserve!r} is not an int: write bytes.")
+    if reserve < 0:
+        raise BudgetError(f"reserve={reserve} is negative: it is taken off the budget.")
+
+
+def check_loss_argument(loss: object) -> None:
+    """Refuse a loss that cannot be called."""
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"loss={loss!r} cannot be called: pass a function from the model's output to a scalar."
+        )
+
+
+def _check_seconds(seconds: object) -> None:
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"solve_seconds={seconds!r} is not a number of seconds.")
+    if not seconds > 0:
+        raise ValueError(f"solve_seconds={seconds!r} is not above zero.")
 
 
 def _settings(fields: dict[str, Any]) -> Settings:

@@ -41,3 +41,27 @@ def default_loss(output: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for term in terms[1:]:
         total = total + term.sum()
     return total
+
+
+def check_loss(loss: object) -> torch.Tensor:
+    """Return what the user's ``loss`` gave, if it can be differentiated.
+
+    Raises
+    ------
+    CaptureError
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"loss(outputs) returned {loss!r} ({type(loss).__name__}), not a tensor of one element."
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"loss(outputs) returned a tensor of shape {tuple(loss.shape)}, not of one element: "
+            f"reduce it with .sum() or .mean()."
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "loss(outputs) returned a tensor that does not require grad: nothing would be "
+            "trained. Compute it from outputs that do, without .detach() or torch.no_grad()."
+        )
+    return loss

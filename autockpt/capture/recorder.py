@@ -12,7 +12,7 @@ from autockpt.capture.ambient import Ambient
 from autockpt.capture.captured import Capture
 from autockpt.capture.finish import finish
 from autockpt.capture.key import Key
-from autockpt.capture.losses import default_loss
+from autockpt.capture.losses import check_loss, default_loss
 from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
 from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
@@ -110,7 +110,9 @@ def _record(
         nodes = tuple(map(stream.node_of, tensors))
         recorder.paused -= 1
         stream.stage = "loss"
-        scalar = loss(output) if loss is not None else default_loss(output, tensors)
+        found = default_loss(output, tensors) if loss is None else loss(output)
+        recorder.paused += 1
+        scalar = check_loss(found)
     if not trace.verify(stream.drawn_in, stream.is_constant):
         return None
     graph, signature = finish(stream.graph, (nodes, stream.node_of(scalar)), model)

@@ -137,12 +137,22 @@ class Trace:
         """Put tensors and random states back."""
         with torch.no_grad():
             for tensor, copy, version in self._copies:
-                # The version alone does not tell: batch_norm writes its statistics behind it.
-                if tensor._version != version or not identical(tensor, copy):
-                    tensor.detach().copy_(copy)
+                put_back(tensor, copy, version)
         self._random.restore()
         for generator, state in self._generators.items():
             generator.set_state(state)
+
+
+def put_back(tensor: torch.Tensor, copy: torch.Tensor, version: int) -> None:
+    """Give a tensor its content and its version counter back.
+
+    A graph that waits for its backward has saved running statistics, and finds them as they
+    were: it must not be told that they were written.
+    """
+    # The version alone does not tell: batch_norm writes its statistics behind it.
+    if tensor._version != version or not identical(tensor, copy):
+        tensor.detach().copy_(copy)
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def default_states() -> list[torch.Tensor]:

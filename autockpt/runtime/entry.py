@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from autockpt.capture.calls import version
 from autockpt.capture.guards import GuardMiss
+from autockpt.capture.restore import put_back
 from autockpt.lower import op_nodes
 from autockpt.pipeline import Step
 from autockpt.rewrite import is_guard
@@ -68,7 +70,7 @@ class Entry:
 class _Before:
     """What a forward may have changed before its last guard."""
 
-    tensors: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    tensors: tuple[tuple[torch.Tensor, torch.Tensor, int], ...]
     random: torch.Tensor
     device_random: dict[int, torch.Tensor]
 
@@ -77,7 +79,7 @@ class _Before:
         written = [*module.buffers(), *inputs] if writes_before_guard(step) else []
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         return cls(
-            tensors=tuple((tensor, tensor.detach().clone()) for tensor in written),
+            tensors=tuple((t, t.detach().clone(), version(t)) for t in written),
             random=torch.get_rng_state(),
             device_random={device: torch.cuda.get_rng_state(device) for device in devices},
         )
@@ -87,9 +89,9 @@ class _Before:
         for device, state in self.device_random.items():
             torch.cuda.set_rng_state(state, device)
         with torch.no_grad():
-            for tensor, value in self.tensors:
+            for tensor, value, number in self.tensors:
                 if tensor.is_leaf or not tensor.requires_grad:
-                    tensor.detach().copy_(value)
+                    put_back(tensor, value, number)
 
 
 def writes_before_guard(step: Step) -> bool:

@@ -51,8 +51,11 @@ class Handle:
         plan: Plan | None = None,
         report: Report | None = None,
         budget: Budget | None = None,
+        given: Plan | None = None,
     ) -> None:
         self.settings = settings
+        # For the first step that is planned.
+        self._given = given
         self._plan = plan
         self._report = report or Report(notes=("Plans at the first training forward.",))
         self._budget = budget
@@ -90,7 +93,7 @@ class Handle:
 
     def fresh(self) -> Handle:
         """Give a handle for a copy of the module: same settings and plan, nothing recorded."""
-        return Handle(self.settings, plan=self.plan, report=self.report, budget=self._budget)
+        return _unpickle(self.settings, self.plan, self.report, self._budget, self._given)
 
     def __copy__(self) -> Handle:
         return self.fresh()
@@ -99,7 +102,7 @@ class Handle:
         return self.fresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.settings, self.plan, self.report, self._budget)
+        return _unpickle, (self.settings, self.plan, self.report, self._budget, self._given)
 
     # Under torch.compile this frame is not compiled, the emitted forward below it is.
     @_disable_dynamo(recursive=False)
@@ -111,6 +114,7 @@ class Handle:
         CaptureError, InfeasibleError
             If the call is new and cannot be planned.
         """
+        _refuse_transforms()
         tried: list[Entry] = []
         missed: GuardMiss | None = None
         while True:
@@ -136,6 +140,7 @@ class Handle:
         """Record and plan a step, and keep it."""
         with self._lock:
             known = Known(
+                given=self._given,
                 plans=(
                     *(e.step.plan for e in self._entries),
                     *([self._plan] if self._plan else ()),
@@ -146,6 +151,7 @@ class Handle:
             entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
             self._entries = (entry, *self._entries)[:MAX_ENTRIES]
             self._budget = self._budget or entry.step.budget
+            self._given = None
         return entry
 
     @_disable_dynamo
@@ -203,10 +209,24 @@ class Handle:
                 self._entries = (entry, *others)[:MAX_ENTRIES]
 
 
+@_disable_dynamo
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise CaptureError(
+            "The optimized model is called inside a torch.func transform (grad, vmap, jvp), which "
+            "allows no checkpoints. Transform the model that was passed to optimize, or call this "
+            "one under torch.no_grad()."
+        )
+
+
 def _unpickle(
-    settings: Settings, plan: Plan | None, report: Report | None, budget: Budget | None
+    settings: Settings,
+    plan: Plan | None,
+    report: Report | None,
+    budget: Budget | None,
+    given: Plan | None,
 ) -> Handle:
-    return Handle(settings, plan=plan, report=report, budget=budget)
+    return Handle(settings, plan=plan, report=report, budget=budget, given=given)
 
 
 def _anything_to_train(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

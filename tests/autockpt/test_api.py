@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autockpt
-from autockpt.errors import BudgetError, CaptureError, InfeasibleError, PlanError
+from autockpt import pipeline
+from autockpt.errors import BudgetError, CaptureError, InfeasibleError, PlanError, ProfileError
 from autockpt.pipeline import ForwardError
 from autockpt.settings import MARGIN_BYTES, Settings, budget_for, margin_bytes
 from solvers import Plan, least_peak
 from tests.autockpt.test_runtime import Net, assert_alike, batch
+
+
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 
 
 def optimize(model: Any, *args: Any, **settings: Any) -> Any:
@@ -46,6 +50,10 @@ def net() -> Net:
         ({"reserve": 0.5}, TypeError, "reserve"),
         ({"loss": 3}, TypeError, "loss"),
         ({"solve_seconds": 0}, ValueError, "solve_seconds"),
+        ({"solve_seconds": "3"}, TypeError, "solve_seconds='3'"),
+        ({"solver": ["auto"]}, ValueError, "auto"),
+        ({"solver": None}, ValueError, "None"),
+        ({"plan": "plan.json"}, TypeError, r"plan='plan\.json' is a str"),
     ],
 )
 def test_wrong_settings_are_refused_before_any_work(
@@ -57,6 +65,23 @@ def test_wrong_settings_are_refused_before_any_work(
     with pytest.raises(error, match=message):
         optimize(net, batch(), **settings)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (torch.ones(2), None, "args is a Tensor"),
+        ("batch", None, "args is a str"),
+        ({"x": 1}, None, "args is a dict"),
+        (None, None, "args is a NoneType"),
+        ((), [1], "kwargs is a list"),
+    ],
+)
+def test_a_batch_that_is_no_batch(net: Net, args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        autockpt.optimize(net, args, kwargs, memory_budget="60%")
+    with pytest.raises(TypeError, match=message):
+        autockpt.minimum_budget(net, args, kwargs)
 
 
 def test_a_budget_below_the_fixed_bytes(net: Net) -> None:
@@ -80,6 +105,8 @@ def test_the_least_budget_can_be_asked_for(net: Net) -> None:
     assert optimized.autockpt.report.peak_bytes <= least
     with pytest.raises(InfeasibleError):
         optimize(net, batch(), memory_budget=least - 8 * MARGIN_BYTES)
+    with pytest.raises(BudgetError, match="reserve"):
+        autockpt.minimum_budget(net, (batch(),), reserve=-1)
 
 
 def test_the_whole_budget_is_the_plain_step(net: Net) -> None:
@@ -158,6 +185,45 @@ def test_tensors_on_another_device(net: Net) -> None:
         optimize(net, torch.randn(512, 32, device="meta"))
 
 
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"shape \(512, 32\)"),
+        (lambda out: 3.0, r"3\.0 \(float\)"),
+        (lambda out: out.sum().detach(), "does not require grad"),
+        (lambda out: out.nowhere, "The loss failed .* AttributeError"),
+    ],
+)
+def test_a_loss_that_is_none(net: Net, loss: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        optimize(net, batch(), loss=loss)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError(NO_MEMORY)])
+@pytest.mark.parametrize("stage", ["record", "check", "profile"])
+def test_no_memory_while_planning(
+    net: Net, stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    state = torch.get_rng_state()
+    monkeypatch.setattr(pipeline, stage, fail)
+    with pytest.raises(ProfileError, match=r"out of memory while the .*cost='roofline'") as caught:
+        optimize(net, batch())
+    assert caught.value.__cause__ is error
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_memory_for_one_op(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("autockpt.profiler.rehearse._watched_run", fail)
+    with pytest.raises(ProfileError, match=r"functional\.linear' was measured.*cost='roofline'"):
+        optimize(net, batch())
+
+
 @pytest.mark.parametrize("failing", ["forward", "capture", "budget", "solver"])
 def test_a_failure_leaves_the_model_as_it_was(net: Net, failing: str) -> None:
     before = copy.deepcopy(net.state_dict())
@@ -196,11 +262,37 @@ def test_a_solver_of_ones_own(net: Net) -> None:
         (lambda *_, **__: Plan.flat([(3, 1)]), PlanError),
         (lambda *_, **__: "a plan", PlanError),
         (lambda *_, **__: Plan.flat([(0, 2)], signature="another"), PlanError),
+        (lambda *_, **__: 1 / 0, PlanError),
+        (lambda: Plan(), PlanError),
     ],
 )
 def test_a_solver_that_is_wrong(net: Net, solver: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         optimize(net, batch(), solver=solver)
+
+
+def test_a_plan_made_before_is_taken_as_it_is(net: Net) -> None:
+    plan = Plan.from_json(optimize(net, batch()).autockpt.plan.to_json())
+    for late in (False, True):
+        batches = () if late else (batch(),)
+        again = optimize(net, *batches, memory_budget="100%", plan=plan, solver=lambda: Plan())
+        assert_alike(net, again, batch())
+        assert again.autockpt.plan.regions == plan.regions
+    # Another call of the model is another step.
+    again = optimize(net, batch(), plan=plan)
+    assert_alike(net, again, batch(), flip=True)
+
+
+def test_a_plan_that_is_not_for_this_step(net: Net) -> None:
+    plan = optimize(net, batch()).autockpt.plan
+    with pytest.raises(PlanError, match="made for another model"):
+        optimize(Net(depth=4), batch(), plan=plan)
+    with pytest.raises(PlanError, match="The given plan needs"):
+        optimize(net, batch(), memory_budget=plan.budget_bytes - 2**18, plan=plan)
+    with pytest.raises(PlanError, match="The given plan needs"):
+        optimize(net, batch(), plan=Plan())
+    with pytest.raises(PlanError, match="disjoint"):
+        optimize(net, batch(), plan=Plan.flat([(3, 1)]))
 
 
 def test_meta_models_are_planned_without_memory() -> None:

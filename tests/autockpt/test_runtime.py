@@ -357,6 +357,56 @@ def test_threads_share_one_plan(net: Net) -> None:
     assert len(optimized.autockpt._entries) == 1
 
 
+def test_threads_plan_two_models() -> None:
+    nets = [Net().eval() for _ in range(2)]
+    optimized = [
+        autockpt.optimize(net, memory_budget="60%", cost="roofline", solver="interval_dp")
+        for net in nets
+    ]
+
+    def work(model: nn.Module, rows: int) -> None:
+        for more in range(3):
+            model(batch(rows + more)).sum().backward()
+
+    threads = [
+        threading.Thread(target=work, args=(model, 200 * i))
+        for i, model in enumerate(optimized, start=1)
+    ]
+    twins = [copy.deepcopy(net) for net in nets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, (net, twin) in enumerate(zip(nets, twins, strict=True), start=1):
+        work(twin, 200 * i)
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
+def test_planning_does_not_disturb_a_graph_that_waits_for_its_backward(net: Net) -> None:
+    def step(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        losses = [model(batch(rows)).sum() for rows in (300, 310, 320)]
+        losses.append(model(model(batch(64))).sum())
+        for loss in reversed(losses):
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    twin = copy.deepcopy(net)
+    assert all(map(torch.equal, step(planned(net)), step(twin)))
+    assert all(map(torch.equal, net.buffers(), twin.buffers()))
+
+
+def test_transforms_of_torch_func_are_refused(net: Net) -> None:
+    optimized = planned(net.eval())
+    with pytest.raises(CaptureError, match="torch.func transform"):
+        torch.func.grad(lambda x: optimized(x).sum())(batch())
+    with torch.no_grad():
+        rows = torch.func.vmap(lambda x: optimized(x[None])[0])(batch(4))
+    torch.testing.assert_close(rows, net(batch(4)))
+
+
 def test_a_transformer_in_every_day_use(tmp_path: Any) -> None:
     case = zoo.gpt2(layers=2)
     model = autockpt.optimize(
