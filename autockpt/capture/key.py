@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -13,16 +10,11 @@ from torch.nn.modules import module as _module_globals
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.freeze import Freezer, layout_of
-from autockpt.capture.paths import OURS, is_atom
+from autockpt.capture.paths import OURS
+from autockpt.capture.snapshot import GLOBAL_HOOKS, Snapshot
 from autockpt.capture.tree import Binding
 
 _TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 
 
 class Key:
@@ -50,7 +42,7 @@ class Key:
         self._binding = Binding.of(model.forward)
         self._model = _describe_model(model)
         self._tensors = _describe_tensors(model)
-        self._fast = _Snapshot(model)
+        self._fast = Snapshot(model)
 
     @classmethod
     def take(
@@ -77,78 +69,8 @@ class Key:
             return True
         if self._tensors != _describe_tensors(model) or self._model != _describe_model(model):
             return False
-        self._fast = _Snapshot(model)
+        self._fast = Snapshot(model)
         return True
-
-
-class _Snapshot:
-    """Identities of everything in the namespaces of a model, compared at C speed."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        # The key hangs on the model that it describes. What would lead back to the root is held
-        # weakly, so that the model is gone when its last user lets go of it.
-        self._root = weakref.ref(model)
-        self._root_class = type(model)
-        self._root_values = _values(model)
-        self._classes: list[tuple[torch.nn.Module, type]] = []
-        self._namespaces: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
-        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
-        self._empty: list[Any] = []
-        seen: set[int] = set()
-        for module in model.modules():
-            if module is not model:
-                self._classes.append((module, type(module)))
-                self._add(vars(module), seen)
-            for name, value in vars(module).items():
-                if name not in OURS:
-                    self._nested(value, seen)
-        for name in _GLOBAL_HOOKS:
-            self._add(getattr(_module_globals, name), seen)
-        tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
-        self._layouts = [(tensor, layout_of(tensor)) for tensor in tensors]
-
-    def _nested(self, value: Any, seen: set[int]) -> None:
-        if isinstance(value, dict):
-            self._add(value, seen)
-        elif isinstance(value, (list, deque)) and id(value) not in seen:
-            seen.add(id(value))
-            self._sequences.append((value, tuple(value)))
-            for item in value:
-                self._nested(item, seen)
-        elif not is_atom(value) and not isinstance(value, torch.Tensor):
-            space = getattr(value, "__dict__", None)
-            if isinstance(space, dict):
-                self._add(space, seen)
-
-    def _add(self, space: dict[Any, Any], seen: set[int]) -> None:
-        if id(space) in seen:
-            return
-        seen.add(id(space))
-        if not space:
-            self._empty.append(space)
-        else:
-            self._namespaces.append((space, tuple(space.values())))
-
-    def holds(self, model: torch.nn.Module) -> bool:
-        if model is not self._root() or type(model) is not self._root_class or any(self._empty):
-            return False
-        values = _values(model)
-        if len(values) != len(self._root_values) or not all(map(is_, values, self._root_values)):
-            return False
-        for module, cls in self._classes:
-            if module.__class__ is not cls:
-                return False
-        for space, values in self._namespaces:
-            if len(space) != len(values) or not all(map(is_, space.values(), values)):
-                return False
-        for sequence, values in self._sequences:
-            if len(sequence) != len(values) or not all(map(is_, sequence, values)):
-                return False
-        return all(layout_of(tensor) == layout for tensor, layout in self._layouts)
-
-
-def _values(model: torch.nn.Module) -> tuple[Any, ...]:
-    return tuple(value for name, value in vars(model).items() if name not in OURS)
 
 
 def _describe_tensors(model: torch.nn.Module) -> tuple[Any, ...]:
@@ -167,7 +89,7 @@ def _describe_tensors(model: torch.nn.Module) -> tuple[Any, ...]:
 def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
     names = {id(module): name for name, module in model.named_modules()}
     freeze = Freezer(names)
-    found: list[Any] = [freeze.value(getattr(_module_globals, n), 0) for n in _GLOBAL_HOOKS]
+    found: list[Any] = [freeze.value(getattr(_module_globals, n), 0) for n in GLOBAL_HOOKS]
     for name, module in model.named_modules():
         state = {
             key: freeze.value(value, 0)

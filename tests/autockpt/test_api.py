@@ -19,7 +19,6 @@ from autockpt.settings import MARGIN_BYTES, Settings, budget_for, margin_bytes
 from solvers import Plan, least_peak
 from tests.autockpt.test_runtime import Net, assert_alike, batch
 
-
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 
 

@@ -208,6 +208,7 @@ class Net(nn.Module):
         self.a, self.drop, self.bn = nn.Linear(4, 4), nn.Dropout(0.1), nn.BatchNorm1d(4)
         self.alpha, self.sizes, self.config = 0.5, [1, 2], Slotted(3)
         self.options = {"k": 1.0}
+        self.table = {"rows": [1, {"k": 2}], "one": (Slotted(3),)}
         self.tied = self.a
 
     def forward(self, x: Any, scale: float = 1.0, mask: Any = None) -> Any:
@@ -227,6 +228,10 @@ def changes() -> dict[str, Any]:
         "p": lambda m: setattr(m.drop, "p", 0.2),
         "list": lambda m: m.sizes.append(3),
         "dict": lambda m: m.options.update(k=2.0),
+        "list in a dict": lambda m: m.table["rows"].append(3),
+        "dict in a list": lambda m: m.table["rows"][1].update(k=3),
+        "slot": lambda m: setattr(m.config, "t", 4),
+        "buffer": lambda m: setattr(m.bn, "running_mean", torch.zeros(4, dtype=torch.double)),
         "frozen": lambda m: m.a.weight.requires_grad_(False),
         "dtype": lambda m: m.double(),
         "layer": swap,

@@ -489,6 +489,29 @@ def test_a_model_is_gone_with_its_last_reference(net: Net) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("how", ["assign", "layer", "buffer"])
+def test_what_was_replaced_is_let_go(how: str) -> None:
+    net = Net()
+    optimized = planned(net)
+    for rows in (100, 101):
+        optimized(batch(rows)).sum().backward()
+    optimized.zero_grad()
+    gone: list[weakref.ref[Any]]
+    if how == "assign":
+        gone = [weakref.ref(t) for t in (*optimized.parameters(), *optimized.buffers())]
+        optimized.load_state_dict(Net().state_dict(), assign=True)
+    elif how == "layer":
+        gone = [weakref.ref(net.blocks[1].up.weight), weakref.ref(optimized.blocks[1])]
+        optimized.blocks[1] = Mlp()
+    else:
+        gone = [weakref.ref(net.norm.running_mean)]
+        optimized.norm.running_mean = torch.zeros(32)
+    del net
+    optimized(batch()).sum().backward()
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+
+
 def test_a_missed_guard_frees_the_aborted_forward() -> None:
     net = Branching()
     optimized = planned(net, budget="75%")
