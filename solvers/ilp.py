@@ -106,12 +106,13 @@ class FlatProgram:
         size = self.replay.graph.size
         tables = search_of(self.replay).tables
         # A region that saves nothing may still need less in forward than its ops outside.
-        legal = region_edges(self.replay) if size <= SMALL_OPS else tables.allowed
+        legal = region_edges(self.replay) if size <= SMALL_OPS else None
         pairs = [
             (i, j)
             for k, i in enumerate(self.edges)
             for j in self.edges[k + 1 :]
-            if legal[i, j] and self._region_need(i, j) <= self.budget_bytes
+            if (tables.allowed[i, j - i] if legal is None else legal[i, j])
+            and self._region_need(i, j) <= self.budget_bytes
         ]
         self.model = pulp.LpProblem("flat", pulp.LpMinimize)
         self.chosen = {
@@ -121,7 +122,9 @@ class FlatProgram:
         # Costs as shares of a forward, so that the backend's tolerances fit them.
         total = max(1, self.replay.forward_cost)
         costs = tables.region_cost
-        self.model += pulp.lpSum(x * (int(costs[pair]) / total) for pair, x in self.chosen.items())
+        self.model += pulp.lpSum(
+            x * (int(costs[i, j - i]) / total) for (i, j), x in self.chosen.items()
+        )
         self._cover()
         self._hold()
         self._fit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ from solvers.plan import Region
 from solvers.replay import Replay
 
 _LABELS = 1024
-_PLAIN_OPS = 12
+_PLAIN_STEPS = 12
 _REGION_OPS = 160
 _TRIES = 4
 _UNREACHED = 1 << 62
@@ -28,12 +29,13 @@ class Segment:
     cost: int
 
 
+Offered = Mapping[int, Sequence[Segment]]
+"""Segments by the position at which they end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edges:
-    """Segments that end at one position: regions first, then runs outside regions.
-
-    ``keeps``, ``needs`` and ``costs`` are columns, to be added to rows of labels.
-    """
+    """Segments that end at one position: regions first, then runs outside regions."""
 
     sources: NDArray[np.intp]
     regions: int
@@ -41,28 +43,32 @@ class _Edges:
     needs: NDArray[np.int64]
     costs: NDArray[np.int64]
 
-    def with_segments(self, segments: list[Segment]) -> _Edges:
+    def with_segments(self, segments: Sequence[Segment]) -> _Edges:
         """Return these edges with those of ``segments`` after them."""
         rows = np.array([[s.region.start, s.keeps, s.needs, s.cost] for s in segments], np.int64)
         return _Edges(
             sources=np.concatenate([self.sources, rows[:, 0]]).astype(np.intp),
             regions=self.regions,
-            keeps=np.concatenate([self.keeps, rows[:, 1:2]]),
-            needs=np.concatenate([self.needs, rows[:, 2:3]]),
-            costs=np.concatenate([self.costs, rows[:, 3:4]]),
+            keeps=np.concatenate([self.keeps, rows[:, 1]]),
+            needs=np.concatenate([self.needs, rows[:, 2]]),
+            costs=np.concatenate([self.costs, rows[:, 3]]),
         )
 
 
 @dataclass(slots=True)
 class Labels:
-    """What a search found for every position."""
+    """What a search found: per position from ``start`` on and per budget, some labels.
+
+    ``kept``, ``cost`` and ``came_from`` (edge and label) are indexed by position less
+    ``start``, budget and label; ``count`` by position and budget.
+    """
 
     start: int
     kept: NDArray[np.int64]
     cost: NDArray[np.int64]
-    came_from: NDArray[np.int64]
+    came_from: NDArray[np.int32]
     count: NDArray[np.intp]
-    offered: dict[int, list[Segment]]
+    offered: Offered
 
 
 @dataclass(slots=True)
@@ -71,98 +77,117 @@ class IntervalSearch:
 
     Every position has labels (kept bytes, cost), none dominated by another, at most one per
     bin of kept bytes. The bytes themselves are exact, the bins only choose what to drop.
+
+    Attributes
+    ----------
+    replay : Replay
+    tables : Intervals
+    positions : tuple of int
+        Where segments may start and stop, rising.
     """
 
     replay: Replay
-    tables: Intervals = field(init=False)
-    _edges: list[_Edges] = field(init=False)
+    tables: Intervals
+    positions: tuple[int, ...]
+    _edges: dict[int, _Edges] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.tables = make_intervals(self.replay)
-        size = self.replay.graph.size
-        region_ops = _REGION_OPS if size <= 800 else max(40, _REGION_OPS * 800 // size)
-        self._edges = [self._edges_into(stop, region_ops) for stop in range(size + 1)]
+    def _edges_into(self, stop: int) -> _Edges:
+        edges = self._edges.get(stop)
+        if edges is None:
+            edges = self._edges[stop] = self._make_edges(stop)
+        return edges
 
-    def _edges_into(self, stop: int, region_ops: int) -> _Edges:
-        tables = self.tables
-        low = max(0, stop - region_ops)
-        starts = low + np.flatnonzero(tables.allowed[low:stop, stop])
-        plain = np.arange(max(0, stop - _PLAIN_OPS), stop)
-        freed = tables.freed[plain, stop]
-        plain_needs = np.maximum(
-            tables.plain_forward[plain, stop], tables.plain_backward[plain, stop] - freed
-        )
-        plain_keeps = tables.plain_keeps[plain, stop] - freed
+    def _make_edges(self, stop: int) -> _Edges:
+        tables, positions = self.tables, np.array(self.positions, np.intp)
+        end = int(np.searchsorted(positions, stop))
+        earlier = positions[max(0, end - _REGION_OPS) : end]
+        earlier = earlier[stop - earlier <= tables.reach]
+        starts = earlier[tables.allowed[earlier, stop - earlier]]
+        region = starts, stop - starts
+        plain = earlier[-_PLAIN_STEPS:]
+        run = plain, stop - plain
+        freed = tables.freed[run]
+        plain_needs = np.maximum(tables.plain_forward[run], tables.plain_backward[run] - freed)
+        plain_keeps = tables.plain_keeps[run] - freed
         none = np.zeros(len(plain), np.int64)
         return _Edges(
-            sources=np.concatenate([starts, plain]).astype(np.intp),
+            sources=np.concatenate([starts, plain]),
             regions=len(starts),
-            keeps=np.concatenate([tables.region_keeps[starts, stop], plain_keeps])[:, None],
-            needs=np.concatenate([tables.region_needs[starts, stop], plain_needs])[:, None],
-            costs=np.concatenate([tables.region_cost[starts, stop], none])[:, None],
+            keeps=np.concatenate([tables.region_keeps[region], plain_keeps]),
+            needs=np.concatenate([tables.region_needs[region], plain_needs]),
+            costs=np.concatenate([tables.region_cost[region], none]),
         )
 
-    def run(
-        self, budget_bytes: int, offered: dict[int, list[Segment]] | None = None
-    ) -> tuple[Region, ...] | None:
+    def run(self, budget_bytes: int, offered: Offered | None = None) -> tuple[Region, ...] | None:
         """Return the cheapest regions found whose tabulated peak fits, or None."""
-        return self.regions(self.search(budget_bytes, offered or {}), self.replay.graph.size)
+        labels = self.search((budget_bytes,), offered or {})
+        return self.regions(labels, self.replay.graph.size)
 
     def search(
         self,
-        budget_bytes: int,
-        offered: dict[int, list[Segment]],
+        budgets: Sequence[int],
+        offered: Offered,
         start: int = 0,
         end: int | None = None,
+        *,
+        labels: int = _LABELS,
+        span_bytes: int | None = None,
     ) -> Labels:
         """Label the positions after ``start`` as if nothing were kept before it.
 
         Parameters
         ----------
-        budget_bytes : int
+        budgets : sequence of int
+            Searched side by side.
         offered : dict of int to list of Segment
-            Nested regions, by the position at which they end.
+            Nested regions.
         start, end : int
+        labels : int
+            Most labels of a position.
+        span_bytes : int, optional
+            Kept bytes over which the bins spread; all that a budget has room for by default.
         """
-        size = self.replay.graph.size if end is None else end
-        kept = np.zeros((size + 1, _LABELS), np.int64)
-        cost = np.full((size + 1, _LABELS), _UNREACHED, np.int64)
-        came_from = np.zeros((size + 1, _LABELS, 2), np.int64)
-        count = np.zeros(size + 1, np.intp)
-        cost[start, 0], count[start] = 0, 1
-        width = max(1, -(-(budget_bytes - self.replay.bases[1]) // _LABELS))
-        for stop in range(start + 1, size + 1):
-            edges = self._edges[stop]
-            if segments := offered.get(stop):
-                edges = edges.with_segments(segments)
-            labels = int(count[edges.sources].max(initial=0))
-            if not labels:
-                continue
-            old_kept, old_cost = kept[edges.sources, :labels], cost[edges.sources, :labels]
-            fits = (old_kept + edges.needs <= budget_bytes) & (old_cost < _UNREACHED)
-            new_cost = np.where(fits, old_cost + edges.costs, _UNREACHED).ravel()
-            new_kept = (old_kept + edges.keeps).ravel()
-            chosen = _undominated(new_kept, new_cost, width)
-            number = len(chosen)
-            count[stop] = number
-            kept[stop, :number] = new_kept[chosen]
-            cost[stop, :number] = new_cost[chosen]
-            came_from[stop, :number, 0] = chosen // labels
-            came_from[stop, :number, 1] = chosen % labels
-        return Labels(
-            start=start, kept=kept, cost=cost, came_from=came_from, count=count, offered=offered
+        end = self.replay.graph.size if end is None else end
+        limits = np.array(budgets, np.int64)
+        room = limits - self.replay.bases[1]
+        if span_bytes is not None:
+            room = np.full_like(limits, span_bytes)
+        widths = np.maximum(1, -(-room // labels))
+        shape = (end - start + 1, len(budgets), labels)
+        found = Labels(
+            start=start,
+            kept=np.zeros(shape, np.int64),
+            cost=np.full(shape, _UNREACHED, np.int64),
+            came_from=np.zeros((*shape, 2), np.int32),
+            count=np.zeros(shape[:2], np.intp),
+            offered=offered,
         )
+        found.cost[0, :, 0], found.count[0] = 0, 1
+        for stop in self.positions:
+            if start < stop <= end:
+                edges = self._edges_into(stop)
+                if segments := offered.get(stop):
+                    edges = edges.with_segments(segments)
+                _extend(found, stop - start, edges, limits, widths)
+        return found
 
-    def regions(self, labels: Labels, position: int) -> tuple[Region, ...] | None:
-        """Return the regions of the cheapest label at a position, or None without any."""
-        number = int(labels.count[position])
+    def regions(
+        self, labels: Labels, position: int, *, budget: int = 0, label: int | None = None
+    ) -> tuple[Region, ...] | None:
+        """Return the regions of a label at a position, the cheapest by default.
+
+        None if there is no label.
+        """
+        at = position - labels.start
+        number = int(labels.count[at, budget])
         if not number:
             return None
-        label = int(labels.cost[position, :number].argmin())
+        if label is None:
+            label = int(labels.cost[at, budget, :number].argmin())
         regions = []
         while position > labels.start:
-            edge, label = (int(x) for x in labels.came_from[position, label])
-            edges = self._edges[position]
+            edge, label = (int(x) for x in labels.came_from[position - labels.start, budget, label])
+            edges = self._edges_into(position)
             if edge >= len(edges.sources):
                 regions.append(labels.offered[position][edge - len(edges.sources)].region)
                 position = regions[-1].start
@@ -174,32 +199,68 @@ class IntervalSearch:
         return tuple(reversed(regions))
 
 
-def _undominated(kept: NDArray[np.int64], cost: NDArray[np.int64], width: int) -> NDArray[np.intp]:
+def _extend(
+    found: Labels,
+    at: int,
+    edges: _Edges,
+    limits: NDArray[np.int64],
+    widths: NDArray[np.int64],
+) -> None:
+    """Give a position its labels, from those of all positions from which an edge leads there."""
+    sources = edges.sources - found.start
+    first = np.flatnonzero(sources >= 0)
+    sources = sources[first]
+    active = int(found.count[sources].max(initial=0))
+    if not active:
+        return
+    kept = found.kept[sources, :, :active]
+    cost = found.cost[sources, :, :active]
+    fits = kept + edges.needs[first, None, None] <= limits[None, :, None]
+    fits &= cost < _UNREACHED
+    edge, group, label = np.nonzero(fits)
+    if not len(edge):
+        return
+    kept = kept[fits] + edges.keeps[first[edge]]
+    cost = cost[fits] + edges.costs[first[edge]]
+    labels = found.kept.shape[2]
+    bins = np.clip(kept // widths[group], 0, labels - 1) + group * labels
+    chosen = _undominated(kept, cost, bins, (len(limits), labels))
+    group = group[chosen]
+    number = np.bincount(group, minlength=len(limits))
+    slot = np.arange(len(chosen)) - np.repeat(np.cumsum(number) - number, number)
+    found.count[at] = number
+    found.kept[at, group, slot] = kept[chosen]
+    found.cost[at, group, slot] = cost[chosen]
+    found.came_from[at, group, slot, 0] = first[edge[chosen]]
+    found.came_from[at, group, slot, 1] = label[chosen]
+
+
+def _undominated(
+    kept: NDArray[np.int64],
+    cost: NDArray[np.int64],
+    bins: NDArray[np.int64],
+    shape: tuple[int, int],
+) -> NDArray[np.intp]:
     """Return the indices of the labels to go on with, by rising bytes and falling cost."""
-    index = np.flatnonzero(cost < _UNREACHED)
-    if not len(index):
-        return index
-    bins = np.clip(kept[index] // width, 0, _LABELS - 1)
-    best = np.full(_LABELS, _UNREACHED, np.int64)
-    np.minimum.at(best, bins, cost[index])
-    tied = cost[index] == best[bins]
-    index, bins = index[tied], bins[tied]
-    order = np.lexsort((index, kept[index], bins))
-    index, bins = index[order], bins[order]
-    first = np.ones(len(bins), bool)
-    first[1:] = bins[1:] != bins[:-1]
-    index = index[first]
-    costs = cost[index]
-    falling = np.ones(len(index), bool)
-    falling[1:] = costs[1:] < np.minimum.accumulate(costs)[:-1]
-    kept_labels: NDArray[np.intp] = index[falling]
-    return kept_labels
+    best = np.full(shape, _UNREACHED, np.int64)
+    np.minimum.at(best.ravel(), bins, cost)
+    falling = np.ones(shape, bool)
+    falling[:, 1:] = best[:, 1:] < np.minimum.accumulate(best, axis=1)[:, :-1]
+    index = np.flatnonzero((cost == best.ravel()[bins]) & falling.ravel()[bins])
+    order = np.lexsort((index, kept[index], bins[index]))
+    index = index[order]
+    sorted_bins = bins[index]
+    first = np.ones(len(index), bool)
+    first[1:] = sorted_bins[1:] != sorted_bins[:-1]
+    chosen: NDArray[np.intp] = index[first]
+    return chosen
 
 
 def search_of(replay: Replay) -> IntervalSearch:
-    """Return the search of a problem, made once as long as its tables are kept."""
+    """Return the search over all positions of a problem, made once as long as it is kept."""
     if replay.search is None:
-        replay.search = IntervalSearch(replay)
+        positions = tuple(range(replay.graph.size + 1))
+        replay.search = IntervalSearch(replay, make_intervals(replay), positions)
     found = replay.search
     assert isinstance(found, IntervalSearch)
     return found

@@ -13,6 +13,7 @@ from solvers.replay import Replay
 _CUTS = 26
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 _LEVELS = 2
+_LABELS = 48
 
 
 def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment]]:
@@ -30,18 +31,17 @@ def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment
     cuts = _cuts(search)
     reach = 1 + replay.graph.size // 2
     room = budget_bytes - replay.bases[1]
+    budgets = [budget_bytes - int(share * room) for share in _SHARES]
     offered: dict[int, list[Segment]] = {}
     for _ in range(_LEVELS):
         found: dict[Region, Segment] = {}
         for start in cuts[:-1]:
-            for share in _SHARES:
-                inner = budget_bytes - int(share * room)
-                end = min(start + reach, cuts[-1])
-                labels = search.search(inner, offered, start, end)
-                for stop in cuts:
-                    inside = start < stop <= end
-                    children = search.regions(labels, stop) if inside else None
-                    segment = _segment(search, start, stop, children or ())
+            end = min(start + reach, cuts[-1])
+            labels = search.search(budgets, offered, start, end, labels=_LABELS)
+            for stop in (stop for stop in cuts if start < stop <= end):
+                insides = [search.regions(labels, stop, budget=k) for k in range(len(budgets))]
+                for children in dict.fromkeys(inside for inside in insides if inside):
+                    segment = _segment(search, start, stop, children)
                     if segment is not None and segment.needs <= budget_bytes:
                         found[segment.region] = segment
         offered = {}
@@ -54,7 +54,7 @@ def _cuts(search: IntervalSearch) -> list[int]:
     """Return the allowed edges that the fewest bytes cross, one per equal share of the ops."""
     replay = search.replay
     size = replay.graph.size
-    crossing = search.tables.region_keeps[0]
+    crossing = search.tables.crossing
     edges = np.linspace(0, size, _CUTS + 1).astype(int)
     cuts = {0, size}
     for low, high in pairwise(edges):
@@ -68,14 +68,14 @@ def _segment(
     search: IntervalSearch, start: int, stop: int, children: tuple[Region, ...]
 ) -> Segment | None:
     tables, replay = search.tables, search.replay
-    if not children or not tables.allowed[start, stop]:
+    if not children or not tables.allowed[start, stop - start]:
         return None
     if any((child.start, child.stop) == (start, stop) for child in children):
         return None
     region = Region(start=start, stop=stop, children=children)
     profile = replay.profile(region)
     span = slice(start, stop)
-    needs = int(tables.region_forward[start, stop])
+    needs = int(tables.region_forward[start, stop - start])
     for mode in (0, 1):
         for levels, gradients in (
             (profile.replay, replay.before[mode]),
@@ -87,7 +87,7 @@ def _segment(
     states = 2 * random * replay.problem.random_state_bytes
     return Segment(
         region=region,
-        keeps=int(tables.region_keeps[start, stop]),
+        keeps=int(tables.region_keeps[start, stop - start]),
         needs=needs + states,
         cost=profile.cost,
     )
