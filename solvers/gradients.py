@@ -83,15 +83,17 @@ class _Engine:
         of_outputs = [self.held.pop(v, None) for v in op.outputs]
         deliveries = []
         for gradient in op.gradients:
+            dense = gradient.dense
             if gradient.source >= 0:
                 storage = own[gradient.source]
             else:
                 of_output = of_outputs[~gradient.source]
                 if of_output is None:
                     continue
-                storage = of_output[0]
+                storage, handed_dense = of_output
+                dense = dense and handed_dense
             flight.references[storage] += 1
-            deliveries.append((gradient.value, storage, gradient.dense))
+            deliveries.append((gradient.value, storage, dense))
         for storage in own:
             flight.drop(storage)
         for of_output in of_outputs:
@@ -156,6 +158,8 @@ def gradient_flows(problem: Problem, graph: Graph) -> tuple[GradientFlow, Gradie
     flight = engine.flight
     seed = flight.allocate(problem.values[problem.loss].gradient_bytes)
     engine.held[problem.loss] = (seed, True)
+    # loss.backward() holds the gradient that it starts from to the end.
+    flight.references[seed] += 1
     empty = [0] * graph.size
     resident = (empty[:], empty[:], empty[:])
     fresh = (empty[:], empty[:], empty[:])

@@ -250,9 +250,10 @@ class Runtime:
             if node is not None and node.index not in graph:
                 graph[node.index] = node
                 stack += node.parents
-        seed = Buffer(self.meter, problem.values[problem.loss].gradient_bytes)
-        self.gradients = {problem.loss: (seed, True)}
-        del seed, node
+        # As loss.backward() holds the gradient that it starts from to the end.
+        self.seed = Buffer(self.meter, problem.values[problem.loss].gradient_bytes)
+        self.gradients = {problem.loss: (self.seed, True)}
+        del node
         self.owned, self.handed = [], {}
         self.expected = self.count_contributions(graph)
         for index in sorted(graph, reverse=True):
@@ -291,7 +292,7 @@ class Runtime:
             if g.source >= 0:
                 out.append((g.value, own[g.source], g.dense))
             elif incoming[~g.source] is not None:
-                out.append((g.value, incoming[~g.source][0], g.dense))
+                out.append((g.value, incoming[~g.source][0], g.dense and incoming[~g.source][1]))
         del unpacked, own, incoming
         node.saved = node.hook = None
         touched = []
@@ -322,6 +323,7 @@ class Runtime:
 
     def shared(self, buffer, pending, more):
         others = [b for b, _ in self.gradients.values()] + [b for _, b, _ in pending] + more
+        others.append(self.seed)
         return any(other is buffer for other in others)
 
     def accumulate(self, value):
