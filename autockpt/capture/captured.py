@@ -74,7 +74,10 @@ class Capture:
     inputs : object
         ``capture.tree.Inputs``: finds the tensors of the placeholders in ``(args, kwargs)``.
     outputs : object
-        ``capture.tree.Template``: builds the model's output object from its tensors.
+        ``capture.tree.Template``: builds the model's output object from its tensors; with
+        ``left``, the pair of it and the tuple of the values that are left.
+    left : tuple of (str, str)
+        Attributes in which the forward leaves results, as module path and name.
     key : object
         ``capture.key.Key``: what must be unchanged for this capture to be valid.
     ambient : object
@@ -84,8 +87,8 @@ class Capture:
     notes : tuple of str
         Remarks for the report (user checkpoints dissolved, ...).
     writes : tuple of str
-        Parameters that the forward writes in place (an embedding with ``max_norm``). Buffers
-        that are written are not listed: they are few, and small.
+        Parameters and plain attributes that the forward writes in place (an embedding with
+        ``max_norm``). Buffers that are written are not listed: they are few, and small.
     """
 
     graph: fx.Graph
@@ -96,3 +99,4 @@ class Capture:
     signature: str
     notes: tuple[str, ...] = field(default=())
     writes: tuple[str, ...] = field(default=())
+    left: tuple[tuple[str, str], ...] = field(default=())

@@ -78,7 +78,7 @@ def check(
             return
         try:
             plain = _run(
-                capture, model, batch, lambda a, k: Template.describe(model.forward(*a, **k))[1]
+                capture, model, batch, lambda a, k: _results(capture, model, model.forward(*a, **k))
             )
         except Exception:
             if second:
@@ -180,6 +180,14 @@ def _run(
         written = [t.detach().clone() for t in model.buffers()]
         written += [t.detach() for _, t in tensors_within((args, kwargs), objects=True)]
         return _Run(outputs=tuple(outputs), written=tuple(written), state=RandomState())
+
+
+def _results(capture: Capture, model: torch.nn.Module, output: Any) -> tuple[torch.Tensor, ...]:
+    """Tensors of a forward's output, and of what it has left in attributes."""
+    if capture.left:
+        left = (vars(model.get_submodule(path))[name] for path, name in capture.left)
+        output = (output, tuple(left))
+    return Template.describe(output)[1]
 
 
 def _generators(graph: fx.Graph) -> list[torch.Generator]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,14 +48,20 @@ class Externals:
 
     def search(self, tensor: torch.Tensor) -> External | None:
         """Look for `tensor` in the plain attributes of all modules, containers included."""
-        for prefix, module in self._model.named_modules():
-            state = {k: v for k, v in vars(module).items() if k not in _REGISTRIES}
-            for steps, found in tensors_within(state, objects=True):
-                if found is tensor:
-                    (_, name), *rest = steps
-                    path = f"{prefix}.{name}" if prefix else str(name)
-                    external = External(target=path + format_steps(tuple(rest)), kind="attribute")
-                    self._known[id(tensor)] = external
-                    self._attributes[id(tensor)] = tensor
-                    return external
+        for target, found in attribute_tensors(self._model):
+            if found is tensor:
+                external = External(target=target, kind="attribute")
+                self._known[id(tensor)] = external
+                self._attributes[id(tensor)] = tensor
+                return external
         return None
+
+
+def attribute_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in plain attributes of all modules, containers included, by path."""
+    for prefix, module in model.named_modules():
+        state = {k: v for k, v in vars(module).items() if k not in _REGISTRIES}
+        for steps, tensor in tensors_within(state, objects=True):
+            (_, name), *rest = steps
+            path = f"{prefix}.{name}" if prefix else str(name)
+            yield path + format_steps(tuple(rest)), tensor

@@ -113,8 +113,12 @@ def _record(
         found = default_loss(output, tensors) if loss is None else loss(output)
         recorder.paused += 1
         scalar = check_loss(found)
-    if not trace.verify(stream.drawn_in, stream.is_constant):
+    changes = trace.verify(stream.drawn_in, stream.is_constant)
+    if changes is None:
         return None
+    if changes:
+        template, tensors = Template.describe((output, tuple(change.now for change in changes)))
+        nodes = tuple(map(stream.node_of, tensors))
     graph, signature = finish(stream.graph, (nodes, stream.node_of(scalar)), model)
     capture = Capture(
         graph=graph,
@@ -125,6 +129,7 @@ def _record(
         signature=signature,
         notes=tuple(stream.notes),
         writes=trace.written(model),
+        left=tuple((str(change.module), change.name) for change in changes),
     )
     outputs = tuple(tensor.detach() for tensor in tensors)
     return capture, Recorded(outputs=outputs, loss=scalar.detach(), closures=stream.closures)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from autockpt.capture.bits import identical, storage_id
+from autockpt.capture.externals import attribute_tensors
 from autockpt.capture.paths import tensors_within
-from autockpt.capture.watch import Watch
+from autockpt.capture.watch import Change, Watch
 from autockpt.errors import CaptureError
 
 _ADVICE = (
     "Such a forward cannot be replayed: move the change out of the forward "
-    "(a forward may write tensors in place, such as buffers)."
+    "(a forward may write tensors in place, such as buffers, and leave results in attributes)."
 )
 
 
@@ -41,7 +42,7 @@ class Trace:
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         for buffer in model.buffers():
             self.before_write(buffer, known=True)
-        outside: list[torch.Tensor] = [*model.parameters()]
+        outside = [*model.parameters(), *(t for _, t in attribute_tensors(model))]
         outside += [t for _, t in tensors_within((args, dict(kwargs)), objects=True)]
         self._storages = {s for t in outside if (s := storage_id(t)) is not None}
         self._model = model
@@ -60,16 +61,22 @@ class Trace:
                 self._copies.append((tensor, tensor.detach().clone(), tensor._version))
 
     def written(self, model: torch.nn.Module) -> tuple[str, ...]:
-        """Name the parameters whose storage was written."""
+        """Name the parameters and plain attributes whose storage was written."""
         moved = {storage_id(t) for t, copy, n in self._copies if t._version != n} - {None}
-        return tuple(name for name, p in model.named_parameters() if storage_id(p) in moved)
+        named = (*model.named_parameters(), *attribute_tensors(model))
+        return tuple(name for name, tensor in named if storage_id(tensor) in moved)
 
     def keep_generator(self, generator: torch.Generator) -> None:
         """Remember the state of a generator that is about to be drawn from."""
         self._generators.setdefault(generator, generator.get_state())
 
-    def verify(self, drawn_in: str, constant: Callable[[torch.Tensor], bool]) -> bool:
-        """Raise if python's or numpy's random state moved, or an attribute was written.
+    def verify(
+        self, drawn_in: str, constant: Callable[[torch.Tensor], bool]
+    ) -> tuple[Change, ...] | None:
+        """Raise if python's or numpy's random state moved, or python state was written.
+
+        Results that are left in attributes of modules are no matter: the emitted forward
+        leaves them there as well.
 
         Parameters
         ----------
@@ -80,9 +87,9 @@ class Trace:
 
         Returns
         -------
-        bool
-            False if nothing but settings and caches were made, which another forward may find
-            made (`settle`).
+        tuple of Change or None
+            The results that were left in attributes. None if settings or caches were made, which
+            another forward may find made (`settle`).
         """
         if not self._random.python_is_same():
             raise CaptureError(
@@ -90,9 +97,14 @@ class Trace:
                 f"generator, in {drawn_in}. Draw with torch instead (torch.rand(()).item() "
                 "becomes a guard)."
             )
-        changes = list(self._watch.changes())
-        for change in changes:
-            if self._settled is not None or not change.settles(constant):
+        left: list[Change] = []
+        made = False
+        for change in self._watch.changes():
+            if self._settled is None and change.settles(constant):
+                made = True
+            elif change.is_left:
+                left.append(change)
+            else:
                 line = f", at {change.place}" if change.place else ""
                 raise CaptureError(
                     f"Cannot capture this forward: it writes {change.what}{line}. {_ADVICE}"
@@ -102,7 +114,10 @@ class Trace:
                 "Cannot capture this forward: the first one initializes the model, and does what "
                 "later ones do not. Run one forward before optimizing."
             )
-        return not changes
+        if made:
+            for change in left:
+                change.undo()
+        return None if made else tuple(left)
 
     def settle(self) -> None:
         """Take attributes as they are now: they stay, and must not change again."""
@@ -136,7 +151,8 @@ class Trace:
     def undo_tensors(self) -> None:
         """Put tensors and random states back."""
         with torch.no_grad():
-            for tensor, copy, version in self._copies:
+            # Last things first: a tensor may have been copied after a view of it was written.
+            for tensor, copy, version in reversed(self._copies):
                 put_back(tensor, copy, version)
         self._random.restore()
         for generator, state in self._generators.items():

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,39 @@ class Change:
         The module or object and, where it is found in the code, the line that writes.
     now : object
         The new value, or the container that changed.
+    module, name : str or None
+        Of an attribute of a module: where it is.
+    undo : callable
+        Puts an attribute back.
     """
 
     what: str
     place: str
     now: Any
+    module: str | None = None
+    name: str = ""
+    undo: Callable[[], None] = lambda: None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this is a result that is left in an attribute, for whoever looks there."""
+        found = list(self._leaves())
+        return (
+            self.module is not None
+            and any(isinstance(leaf, torch.Tensor) for leaf in found)
+            and all(isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found)
+        )
+
+    def _leaves(self) -> Iterator[Any]:
+        pending = [self.now]
+        while pending:
+            value = pending.pop()
+            if type(value) in (list, tuple):
+                pending += value
+            elif type(value) is dict:
+                pending += value.values()
+            else:
+                yield value
 
     def settles(self, constant: Callable[[torch.Tensor], bool]) -> bool:
         """Whether this may be something made once: a setting, or a cache of constants."""
@@ -142,7 +171,14 @@ class Watch:
                 if not unchanged(new, old):
                     kind = type(owner).__name__
                     what = f"attribute '{name}' of {where!r} ({kind})" if where else f"'{name}'"
-                    yield Change(what=what, place=writing_line(forward_of(owner), name), now=new)
+                    yield Change(
+                        what=what,
+                        place=writing_line(forward_of(owner), name),
+                        now=new,
+                        module=where if isinstance(owner, torch.nn.Module) else None,
+                        name=name,
+                        undo=partial(_set_back, namespace, name, old),
+                    )
         for where, container, before in self._containers:
             if not _same_contents(container, before):
                 what = f"the {type(container).__name__} '{where}'"
@@ -166,6 +202,13 @@ class Watch:
                 container.clear()
                 add = container.extend if isinstance(container, (list, deque)) else container.update
                 add(before)
+
+
+def _set_back(namespace: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        namespace.pop(name, None)
+    else:
+        namespace[name] = value
 
 
 def _changed_key(table: dict[str, Any], before: dict[str, Any]) -> str:

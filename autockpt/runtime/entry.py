@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from autockpt.capture.calls import version
 from autockpt.capture.guards import GuardMiss
+from autockpt.capture.paths import read_path
 from autockpt.capture.restore import put_back
 from autockpt.lower import op_nodes
 from autockpt.pipeline import Step
@@ -47,7 +48,7 @@ class Entry:
                 before.restore()
             # The traceback holds the frames, and they all tensors of the aborted forward.
             raise miss.with_traceback(None) from None
-        return self._end(outputs)
+        return self._end(module, outputs)
 
     @_disable_dynamo
     def _begin(
@@ -58,8 +59,15 @@ class Entry:
         return tensors, _Before.of(self.step, module, tensors) if guarded else None
 
     @_disable_dynamo
-    def _end(self, outputs: tuple[Any, ...]) -> Any:
-        return self.step.capture.outputs.build(outputs)
+    def _end(self, module: nn.Module, outputs: tuple[Any, ...]) -> Any:
+        built = self.step.capture.outputs.build(outputs)
+        if not self.step.capture.left:
+            return built
+        output, values = built
+        for (path, name), value in zip(self.step.capture.left, values, strict=True):
+            # Not through __setattr__, which would make a submodule's parameter of a Parameter.
+            vars(module.get_submodule(path))[name] = value
+        return output
 
     def stream(self) -> tuple[str, ...]:
         """Which calls were made, whatever their arguments."""
@@ -76,7 +84,10 @@ class _Before:
 
     @classmethod
     def of(cls, step: Step, module: nn.Module, inputs: Sequence[torch.Tensor]) -> _Before:
-        written = [*module.buffers(), *inputs] if writes_before_guard(step) else []
+        written: list[torch.Tensor] = []
+        if writes_before_guard(step):
+            others = (read_path(module, target) for target in step.capture.writes)
+            written = [*module.buffers(), *others, *inputs]
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         return cls(
             tensors=tuple((t, t.detach().clone(), version(t)) for t in written),

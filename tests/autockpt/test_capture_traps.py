@@ -982,7 +982,20 @@ def test_constants_made_at_the_first_call_are_read_again(kind: str) -> None:
     assert any(n.meta.get("kind") == "attribute" for n in capture.graph.nodes)
 
 
-@pytest.mark.parametrize("kind", ["actnorm", "first batch", "noise", "sum"])
+@pytest.mark.parametrize("kind", ["first batch", "noise"])
+def test_what_the_first_batch_makes_is_left_in_its_attribute(kind: str) -> None:
+    model, x = Lazy(kind), X(4, 16)
+    capture, _ = record(model, (x,))
+    check(capture, model, (x,))
+    assert capture.left == (("", "made"),)
+    assert model.made is None
+    model(x)
+    assert not capture.key.matches(model, (x,))
+    model.made = torch.ones(16)
+    assert assert_captured(model, (x,)).left == ()
+
+
+@pytest.mark.parametrize("kind", ["actnorm", "sum"])
 def test_what_depends_on_the_first_batch_is_refused(kind: str) -> None:  # E5
     model = Lazy(kind)
     before = model.scale.detach().clone()

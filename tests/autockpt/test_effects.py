@@ -1,0 +1,168 @@
+"""What a forward leaves behind besides its output: attributes, hooks of its parts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.errors import CaptureError
+from tests.helpers import equal
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return y
+
+
+class Last(Mlp):
+    """Leaves its result, and an auxiliary loss, where its caller finds them."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        self.aux = {"loss": self.last.pow(2).mean(), "parts": (x, 3)}
+        return self.last
+
+
+class Load(Mlp):
+    """Counts in a tensor that is not there at first."""
+
+    seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        load = y.detach().abs().sum(0)
+        if self.seen is None:
+            self.seen = load
+        else:
+            self.seen += load
+        return y
+
+
+class Total(Mlp):
+    """Adds to a tensor that is in no table of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = [torch.zeros(16)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.total[0][2:] += y.detach().mean(0)[2:]
+        return y + self.total[0]
+
+
+class Mean(Mlp):
+    """Computes with a mean that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x) * (1 + self.mean))
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y + self.mean
+
+
+def batch(rows: int = 400) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
+
+
+def planned(model: nn.Module, budget: str = "80%", **settings: Any) -> Any:
+    return autockpt.optimize(model, (batch(),), memory_budget=budget, cost="roofline", **settings)
+
+
+def pair(make: type[nn.Module], depth: int = 6) -> tuple[nn.Sequential, Any]:
+    plain = nn.Sequential(*[make() for _ in range(depth)])
+    return plain, planned(copy.deepcopy(plain))
+
+
+def assert_step_alike(plain: nn.Module, optimized: nn.Module, x: Tensor, loss: Any) -> None:
+    for model in (plain, optimized):
+        model.zero_grad()
+        loss(model, model(x)).backward()
+    for p, q in zip(plain.parameters(), optimized.parameters(), strict=True):
+        assert equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("make", [Last, Load, Total, Mean])
+def test_what_is_left_in_attributes(make: type[nn.Module]) -> None:
+    plain, optimized = pair(make)
+    assert optimized.autockpt.plan.regions
+    before = {name: value for name, value in vars(plain[0]).items() if isinstance(value, Tensor)}
+    for rows in (400, 400, 300, 400):
+        assert_step_alike(plain, optimized, batch(rows), lambda _, y: y.pow(2).sum())
+        for a, b in zip(plain, optimized, strict=True):
+            assert list(vars(a)) == list(vars(b))
+            for name in ("last", "seen", "mean"):
+                assert equal(getattr(a, name, None), getattr(b, name, None))
+            if isinstance(a, Total):
+                assert equal(a.total[0], b.total[0])
+    assert len(optimized.autockpt._entries) <= 4
+    assert all(isinstance(value, Tensor) for value in before.values())
+
+
+def test_a_loss_of_what_is_left() -> None:
+    plain, optimized = pair(Last)
+
+    def loss(model: Any, y: Tensor) -> Tensor:
+        return torch.stack([y.sum(), *(part.aux["loss"] for part in model)]).sum()
+
+    for _ in range(3):
+        assert_step_alike(plain, optimized, batch(), loss)
+        assert optimized[1].aux["parts"][1] == 3
+
+
+def test_planning_leaves_nothing_in_attributes() -> None:
+    for make in (Last, Load, Total, Mean):
+        model = nn.Sequential(*[make() for _ in range(3)])
+        before = [dict(vars(module)) for module in model.modules()]
+        values = copy.deepcopy([vars(part).get("mean", 0) for part in model])
+        planned(model)
+        assert before == [dict(vars(module)) for module in model.modules()]
+        assert all(map(equal_or_same, values, [vars(part).get("mean", 0) for part in model]))
+        if make is Total:
+            assert not any(cast(Total, part).total[0].any() for part in model)
+
+
+def equal_or_same(a: Any, b: Any) -> bool:
+    return equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def test_what_is_left_does_not_pile_up() -> None:
+    _, optimized = pair(Last)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            optimized(batch()).sum().backward()
+            counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[-1] == counts[-3]
+
+
+def test_a_number_that_is_left_is_refused() -> None:
+    class Counter(Mlp):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    with pytest.raises(CaptureError, match=r"attribute 'calls' of '0'"):
+        pair(Counter)
