@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch.utils.hooks import BackwardHook
+
+from autockpt.capture import module_hooks
 
 _LOCK = threading.RLock()
 _ACTIVE = threading.local()
@@ -68,6 +71,8 @@ def patched(recorder: Listener) -> Iterator[None]:
             replace(torch.overrides, name, _say_no_to_modules(torch.overrides.has_torch_function))
             replace(torch.nn.Module, "__call__", _module_call(torch.nn.Module.__call__))
             replace(torch.autograd.Function, "apply", _apply())
+            replace(BackwardHook, "setup_input_hook", _hook(BackwardHook.setup_input_hook, True))
+            replace(BackwardHook, "setup_output_hook", _hook(BackwardHook.setup_output_hook, False))
             replace(torch.autograd, "_engine_run_backward", _engine(torch.autograd))
             name = "_saved_tensors_hooks_disable"
             replace(torch._C._autograd, name, _transforms(torch._C._autograd))
@@ -129,9 +134,18 @@ def _apply() -> Any:
             recorder.note("the model's own checkpoint calls were dissolved and planned anew")
             function, _preserve, *rest = args
             return function(*rest)
-        return recorder.opaque(bound, args, kwargs)
+        return recorder.opaque(module_hooks.point_of(cls) or bound, args, kwargs)
 
     return classmethod(apply)
+
+
+def _hook(original: Callable[..., Any], before: bool) -> Callable[..., Any]:
+    stand_in = module_hooks.set_up_input if before else module_hooks.set_up_output
+
+    def set_up(self: Any, args: Any) -> Any:
+        return original(self, args) if listener() is None else stand_in(self, args, original)
+
+    return set_up
 
 
 def _dissolve(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:

@@ -18,11 +18,11 @@ def refuse_modules(model: torch.nn.Module) -> None:
                 "shape yet. Run one forward of the model first."
             )
         # The root's run around the forward, which is all that is replaced.
-        if name and (module._backward_hooks or module._backward_pre_hooks):
+        if name and module._backward_hooks and not module._is_full_backward_hook:
             raise CaptureError(
-                f"Module '{name}' ({type(module).__name__}) has a full backward hook, which "
-                "hangs on a module call that the captured forward does not make. Use a hook "
-                "on its parameters (register_post_accumulate_grad_hook), or remove it."
+                f"Module '{name}' ({type(module).__name__}) has a backward hook of the old kind "
+                "(register_backward_hook), which hangs on whatever op comes last. Use "
+                "register_full_backward_hook."
             )
 
 

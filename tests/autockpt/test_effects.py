@@ -166,3 +166,108 @@ def test_a_number_that_is_left_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"attribute 'calls' of '0'"):
         pair(Counter)
+
+
+# Backward hooks of parts.
+
+
+class Fork(nn.Module):
+    """Called with a tensor, a number and a tensor; returns a tensor, None and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = Mlp()
+
+    def forward(self, x: Tensor, factor: float, other: Tensor) -> tuple[Tensor, None, Tensor]:
+        return self.m(x) * factor, None, torch.tanh(other)
+
+
+class Forks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.forks = nn.ModuleList([Fork() for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x
+        x = torch.tanh(self.first(x))
+        for fork in self.forks:
+            x, _, other = fork(x, 0.5, other)
+        return x + other
+
+
+def hooked(model: Any, seen: list[Any]) -> Any:
+    """Hooks that look, and hooks that change what they see."""
+
+    def look(name: str) -> Any:
+        return lambda _, *gradients: seen.append((name, copy.deepcopy(gradients)))
+
+    model.first.register_full_backward_hook(look("first"))
+    model.forks[1].register_full_backward_hook(look("fork"))
+    model.forks[1].m.down.register_full_backward_pre_hook(look("down"))
+    model.forks[2].m.register_full_backward_hook(lambda m, gi, go: tuple(2 * g for g in gi))
+    model.forks[4].m.up.register_full_backward_pre_hook(lambda m, go: tuple(3 * g for g in go))
+    return model
+
+
+def flat(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    return [leaf for item in value for leaf in flat(item)]
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+def test_backward_hooks_of_parts(budget: str) -> None:
+    expected: list[Any] = []
+    found: list[Any] = []
+    bare = Forks()
+    plain = hooked(copy.deepcopy(bare), expected)
+    optimized = planned(hooked(bare, found), budget)
+    assert not found
+    assert bool(optimized.autockpt.plan.regions) == (budget == "60%")
+    for rows in (400, 300, 400):
+        with pytest.warns(UserWarning, match="no inputs require gradients"):
+            assert_step_alike(plain, optimized, batch(rows), lambda _, y: y.pow(2).sum())
+    assert len(expected) == 9
+    assert all(map(equal_or_same, flat(found), flat(expected)))
+    assert len(flat(found)) == len(flat(expected))
+
+
+def test_backward_hooks_of_all_modules() -> None:
+    seen: list[str] = []
+    plain = nn.Sequential(*[Mlp() for _ in range(4)])
+    optimized = planned(copy.deepcopy(plain), "70%")
+    handle = nn.modules.module.register_module_full_backward_hook(
+        lambda module, *_: seen.append(type(module).__name__)
+    )
+    try:
+        x = batch().requires_grad_()
+        assert_step_alike(plain, optimized, x, lambda _, y: y.sum())
+    finally:
+        handle.remove()
+    assert len(seen) == 26
+    assert seen[:13] == seen[13:]
+
+
+def test_backward_hooks_see_each_of_several_forwards() -> None:
+    expected: list[Any] = []
+    found: list[Any] = []
+    bare = Forks()
+    plain = hooked(copy.deepcopy(bare), expected)
+    optimized = planned(hooked(bare, found), "60%")
+
+    def loss(model: nn.Module, y: Tensor) -> Tensor:
+        return y.sum() + model(-y).pow(2).sum()
+
+    for _ in range(2):
+        assert_step_alike(plain, optimized, batch().requires_grad_(), loss)
+    assert all(map(equal_or_same, flat(found), flat(expected)))
+    assert len(flat(found)) == len(flat(expected))
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_backward_hooks_of_the_old_kind_are_refused() -> None:
+    model = nn.Sequential(Mlp(), Mlp())
+    model[0].register_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="register_full_backward_hook"):
+        planned(model)
