@@ -256,11 +256,18 @@ def _undominated(
     return chosen
 
 
+def all_positions(size: int) -> tuple[int, ...]:
+    """Return every position of a problem of ``size`` ops."""
+    return tuple(range(size + 1))
+
+
 def search_of(replay: Replay) -> IntervalSearch:
-    """Return the search over all positions of a problem, made once as long as it is kept."""
+    """Return the search of a problem, made once as long as it is kept."""
     if replay.search is None:
-        positions = tuple(range(replay.graph.size + 1))
-        replay.search = IntervalSearch(replay, make_intervals(replay), positions)
+        from solvers.positions import positions_of
+
+        tables = make_intervals(replay)
+        replay.search = IntervalSearch(replay, tables, positions_of(replay, tables))
     found = replay.search
     assert isinstance(found, IntervalSearch)
     return found

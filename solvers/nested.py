@@ -29,7 +29,7 @@ def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment
     """
     search = search_of(replay)
     cuts = _cuts(search)
-    reach = 1 + replay.graph.size // 2
+    reach = min(1 + replay.graph.size // 2, search.tables.reach)
     room = budget_bytes - replay.bases[1]
     budgets = [budget_bytes - int(share * room) for share in _SHARES]
     offered: dict[int, list[Segment]] = {}
@@ -56,9 +56,10 @@ def _cuts(search: IntervalSearch) -> list[int]:
     size = replay.graph.size
     crossing = search.tables.crossing
     edges = np.linspace(0, size, _CUTS + 1).astype(int)
+    positions = [i for i in search.positions if replay.problem.boundaries[i]]
     cuts = {0, size}
     for low, high in pairwise(edges):
-        inside = [i for i in range(low, high) if replay.problem.boundaries[i]]
+        inside = [i for i in positions if low <= i < high]
         if inside:
             cuts.add(min(inside, key=lambda i: (int(crossing[i]), i)))
     return sorted(cuts)
