@@ -26,7 +26,7 @@ from autockpt.profiler import profile
 from autockpt.progress import progress
 from autockpt.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
-from autockpt.runtime.bypass import originals
+from autockpt.runtime.bypass import originals, unwatched
 from autockpt.settings import Loss, Settings, budget_for, margin_bytes
 from autockpt.units import Budget, format_bytes, parse_budget
 from solvers import bound, simulate, solve
@@ -100,7 +100,7 @@ def plan_step(
     A stream of calls that is known costs one forward to record and one to profile, both
     without grad.
     """
-    with _PLANNING, originals():
+    with _PLANNING, originals(), unwatched():
         capture, recorded = record_step(model, args, kwargs, settings.loss)
         if capture.signature not in known.checked:
             with _enough_memory("the recorded forward was checked against the model's"):
@@ -143,7 +143,7 @@ def lower_step(
     ------
     CaptureError, ProfileError
     """
-    with _PLANNING, originals():
+    with _PLANNING, originals(), unwatched():
         capture, recorded = record_step(model, args, kwargs, loss)
         closures = recorded.closures
         with _enough_memory("the ops of the forward were measured"):
