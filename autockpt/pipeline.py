@@ -250,7 +250,9 @@ def choose_plan(
             return _priced(plan, problem, target)
     try:
         with progress() as say:
-            return solve(problem, target, settings.limited_solver(), progress=say)
+            return solve(
+                problem, target, settings.solver, seconds=settings.solve_seconds, progress=say
+            )
     except InfeasibleError as error:
         raise _with_margin(error, settings, problem, budget) from error
     except (PlanError, CaptureError):

@@ -6,7 +6,6 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from autockpt.errors import BudgetError, CaptureError
 from autockpt.profiler.cost import CostChoice, cost_model
 from autockpt.units import check_budget_syntax
-from solvers import SOLVERS, Solver, ilp
+from solvers import SOLVERS, Solver
 
 Loss = Callable[[Any], torch.Tensor]
 Emit = Literal["auto", "graph", "modules"]
@@ -63,12 +62,6 @@ class Settings:
             )
         if self.emit not in ("auto", "graph"):
             raise ValueError(f'emit={self.emit!r} is neither "auto" nor "graph".')
-
-    def limited_solver(self) -> str | Solver:
-        """Give the solver with its time limit: only the integer program needs one."""
-        if self.solver == "ilp" and self.solve_seconds is not None:
-            return partial(ilp.solve, seconds=self.solve_seconds)
-        return self.solver
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle; callables that cannot be pickled become ones that say so when called."""

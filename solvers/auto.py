@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from solvers import every_k, exhaustive, ilp
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import best_flat, search_of
-from solvers.local import fitted, improve
+from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
@@ -17,13 +18,21 @@ from solvers.pricing import priced, require
 from solvers.problem import Problem
 from solvers.replay import Replay, replay_of
 
+Regions = tuple[Region, ...]
+
 _ASKED_SHARES = (1.005, 1.01, 1.02)
 _PRICES = 800
+_PRICED_OPS = 400_000
 _NESTING_SHARE = 0.7
+_ILP_OPS = 16
 
 
 def solve(
-    problem: Problem, budget_bytes: int, *, progress: Callable[[str], None] | None = None
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    seconds: float | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return the cheapest plan found by any solver here.
 
@@ -32,13 +41,17 @@ def solve(
     problem : Problem
     budget_bytes : int
         Peak not to exceed, fixed bytes included.
+    seconds : float, optional
+        After so long, the best plan found by then is returned; the search goes on past it
+        only until there is one.
     progress : callable, optional
         Told what is tried, one line at a time.
 
     Returns
     -------
     Plan
-        Status ``"optimal"`` if its cost is 0 or meets the bound of every schedule.
+        Status ``"optimal"`` if its cost is 0 or meets the bound of every schedule; ``"time
+        limit"`` if that cut the search short.
 
     Raises
     ------
@@ -46,70 +59,115 @@ def solve(
         Below the peak of every schedule.
     NoPlanFoundError
         Above it, if nothing that fits was found; carries the least peak found.
+
+    Notes
+    -----
+    Deterministic as long as the limit is not hit. Near linear in the number of ops for models
+    that repeat a block.
     """
-    started = time.perf_counter()
-    say = progress or (lambda line: None)
-    replay = replay_of(problem)
-    if replay.price(())[0] <= budget_bytes:
-        return priced(problem, (), "auto", budget_bytes, started, "optimal")
-    found = _flat_candidates(replay, budget_bytes, say)
-    best = _cheapest(replay, found, budget_bytes)
-    if best is None or replay.price(best)[1] > _NESTING_SHARE * replay.forward_cost:
-        say("regions inside regions")
-        nested = best_nested(replay, budget_bytes)
-        best = _cheapest(replay, [best, nested], budget_bytes)
-    if best is None:
-        say("the least peak")
-        least = least_peak(problem)
-        best = least.regions
-        require(problem, priced(problem, best, "auto", budget_bytes, started), budget_bytes)
-    say("local search")
-    best = improve(replay, best, budget_bytes, _PRICES)
-    status = _status(problem, replay.price(best)[1], budget_bytes)
-    return priced(problem, best, "auto", budget_bytes, started, status)
+    search = _Search(replay_of(problem), budget_bytes, Deadline.after(seconds), progress)
+    if search.replay.price(())[0] <= budget_bytes:
+        return priced(problem, (), "auto", budget_bytes, search.started, "optimal")
+    search.run()
+    if search.best is None:
+        search.say("the least peak")
+        plan = priced(problem, least_peak(problem).regions, "auto", budget_bytes, search.started)
+        require(problem, plan, budget_bytes)
+        search.best = plan.regions
+    search.polish()
+    return priced(problem, search.best, "auto", budget_bytes, search.started, search.status())
 
 
-def _flat_candidates(
-    replay: Replay, budget_bytes: int, say: Callable[[str], None]
-) -> list[tuple[Region, ...] | None]:
-    problem = replay.problem
-    say("one region per k blocks")
-    found: list[tuple[Region, ...] | None] = [*every_k.candidates(problem)]
-    if len(problem.ops) <= exhaustive.MOST_OPS:
-        say("every flat plan")
-        found += exhaustive.flat_plans(problem, 0)
-        return found
-    say("flat regions by dynamic programming")
-    found.append(best_flat(replay, budget_bytes))
-    room = budget_bytes - max(replay.bases)
-    # The tables count a little too much: ask for more than there is, and let go of the excess.
-    for share in _ASKED_SHARES:
-        regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
-        if regions is not None:
-            found.append(fitted(replay, regions, budget_bytes, _PRICES))
-    if len(problem.ops) <= ilp.SMALL_OPS:
-        say("flat regions by integer programming")
+@dataclass(slots=True)
+class _Search:
+    """One budget's search: what was found so far, and whether time was left to find it."""
+
+    replay: Replay
+    budget_bytes: int
+    deadline: Deadline
+    progress: Callable[[str], None] | None
+    started: float = field(default_factory=time.perf_counter)
+    best: Regions | None = None
+    cut_short: bool = False
+
+    def say(self, line: str) -> None:
+        if self.progress is not None:
+            self.progress(line)
+
+    def run(self) -> None:
+        """Try one way after the other, in rising order of what they take."""
+        for candidates in self._ways():
+            for regions in candidates:
+                self._consider(regions)
+            if self.best is not None and self.deadline.over():
+                self.cut_short = True
+                return
+
+    def _consider(self, regions: Regions | None) -> None:
+        if regions is None:
+            return
+        peak, cost = self.replay.price(regions)
+        if peak > self.budget_bytes:
+            return
+        if self.best is not None:
+            best_peak, best_cost = self.replay.price(self.best)
+            if (cost, len(regions), peak) >= (best_cost, len(self.best), best_peak):
+                return
+        self.best = regions
+
+    def _ways(self) -> Iterator[Iterator[Regions | None]]:
+        problem = self.replay.problem
+        self.say("one region per k blocks")
+        yield iter(every_k.candidates(problem))
+        if len(problem.ops) <= exhaustive.MOST_OPS:
+            self.say("every flat plan")
+            yield exhaustive.flat_plans(problem, 0)
+        else:
+            self.say("flat regions by dynamic programming")
+            yield from self._flat()
+        costly = _NESTING_SHARE * self.replay.forward_cost
+        if self.best is None or self.replay.price(self.best)[1] > costly:
+            self.say("regions inside regions")
+            yield iter([best_nested(self.replay, self.budget_bytes)])
+
+    def _flat(self) -> Iterator[Iterator[Regions | None]]:
+        replay, budget_bytes = self.replay, self.budget_bytes
+        yield iter([best_flat(replay, budget_bytes)])
+        room = budget_bytes - max(replay.bases)
+        # The tables count a little too much: ask for more than there is, and let go of the
+        # excess.
+        for share in _ASKED_SHARES:
+            regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
+            if regions is not None:
+                yield iter([fitted(replay, regions, budget_bytes, self._prices())])
+        if replay.graph.size <= _ILP_OPS:
+            self.say("flat regions by integer programming")
+            yield iter([self._by_program()])
+
+    def _by_program(self) -> Regions | None:
         try:
-            found.append(ilp.solve(problem, budget_bytes).regions)
+            return ilp.solve(self.replay.problem, self.budget_bytes).regions
         except InfeasibleError:
             # Nested regions may still fit.
-            found.append(None)
-    return found
+            return None
 
+    def _prices(self) -> int:
+        """Return how often the judge may be asked: less often where it takes longer."""
+        return min(_PRICES, max(60, _PRICED_OPS // max(1, self.replay.graph.size)))
 
-def _cheapest(
-    replay: Replay, found: list[tuple[Region, ...] | None], budget_bytes: int
-) -> tuple[Region, ...] | None:
-    best: tuple[int, int, tuple[Region, ...]] | None = None
-    for regions in found:
-        if regions is None:
-            continue
-        peak, cost = replay.price(regions)
-        if peak <= budget_bytes and (best is None or (cost, peak) < best[:2]):
-            best = cost, peak, regions
-    return None if best is None else best[2]
+    def polish(self) -> None:
+        """Improve the best plan by small changes, and let go of regions that do nothing."""
+        assert self.best is not None
+        replay, budget_bytes = self.replay, self.budget_bytes
+        self.say("local search")
+        self.best = improve(replay, self.best, budget_bytes, self._prices(), self.deadline)
+        self.cut_short = self.cut_short or self.deadline.over()
+        self.best = tidied(replay, self.best, budget_bytes)
 
-
-def _status(problem: Problem, cost: int, budget_bytes: int) -> Status:
-    proven = cost == 0 or cost <= bound(problem, budget_bytes)
-    return "optimal" if proven else "feasible"
+    def status(self) -> Status:
+        assert self.best is not None
+        problem = self.replay.problem
+        cost = self.replay.price(self.best)[1]
+        if cost == 0 or (not self.cut_short and cost <= bound(problem, self.budget_bytes)):
+            return "optimal"
+        return "time limit" if self.cut_short else "feasible"

@@ -33,6 +33,7 @@ def solve(
     budget_bytes: int,
     solver: str | Solver = "auto",
     *,
+    seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a step within a budget.
@@ -45,6 +46,8 @@ def solve(
     solver : str or callable
         A name in ``SOLVERS``, or any callable that takes a problem and a budget in bytes and
         returns a plan.
+    seconds : float, optional
+        Time limit of ``"auto"`` and ``"ilp"``; the others are quick by themselves.
     progress : callable, optional
         Told by ``"auto"`` what is tried, one line at a time.
 
@@ -81,7 +84,9 @@ def solve(
     ilp, interval_dp, none, sqrt_n, or a callable (problem, budget_bytes) -> Plan.
     """
     if solver == "auto":
-        return auto.solve(problem, budget_bytes, progress=progress)
+        return auto.solve(problem, budget_bytes, seconds=seconds, progress=progress)
+    if solver == "ilp" and seconds is not None:
+        return ilp.solve(problem, budget_bytes, seconds=seconds)
     if isinstance(solver, str) and solver in SOLVERS:
         return SOLVERS[solver](problem, budget_bytes)
     if isinstance(solver, str) or not callable(solver):

@@ -12,6 +12,7 @@ from solvers.intervals import Intervals, make_intervals
 from solvers.plan import Region
 from solvers.replay import Replay
 
+_ALL_OPS = 800
 _LABELS = 1024
 _PLAIN_STEPS = 12
 _REGION_OPS = 160
@@ -261,14 +262,24 @@ def all_positions(size: int) -> tuple[int, ...]:
     return tuple(range(size + 1))
 
 
-def search_of(replay: Replay) -> IntervalSearch:
-    """Return the search of a problem, made once as long as it is kept."""
-    if replay.search is None:
+def search_of(replay: Replay, most_ops: int = _ALL_OPS) -> IntervalSearch:
+    """Return the search of a problem, made once as long as it is kept.
+
+    Parameters
+    ----------
+    replay : Replay
+    most_ops : int
+        Problems of more ops are searched over the edges that pay in their repeated blocks.
+    """
+    most_ops = min(most_ops, replay.graph.size)
+    found = replay.searches.get(most_ops)
+    if found is None:
         from solvers.positions import positions_of
 
-        tables = make_intervals(replay)
-        replay.search = IntervalSearch(replay, tables, positions_of(replay, tables))
-    found = replay.search
+        others = [s.tables for s in replay.searches.values() if isinstance(s, IntervalSearch)]
+        tables = others[0] if others else make_intervals(replay)
+        found = IntervalSearch(replay, tables, positions_of(replay, tables, most_ops))
+        replay.searches[most_ops] = found
     assert isinstance(found, IntervalSearch)
     return found
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
 from solvers.plan import Region
 from solvers.replay import Replay
@@ -10,8 +13,28 @@ from solvers.replay import Replay
 _STEPS = (1, 2, 3)
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When to stop searching; ``None`` is never."""
+
+    at: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Self:
+        """Return the deadline so many seconds from now."""
+        return cls(None if seconds is None else time.perf_counter() + seconds)
+
+    def over(self) -> bool:
+        """Tell whether it has passed."""
+        return self.at is not None and time.perf_counter() >= self.at
+
+
 def improve(
-    replay: Replay, regions: tuple[Region, ...], budget_bytes: int, prices: int
+    replay: Replay,
+    regions: tuple[Region, ...],
+    budget_bytes: int,
+    prices: int,
+    deadline: Deadline = Deadline(),
 ) -> tuple[Region, ...]:
     """Return regions that fit and cost no more, after at most ``prices`` calls of the judge.
 
@@ -21,7 +44,7 @@ def improve(
     _, cost = replay.price(regions)
     while True:
         for changed in _changes(replay, regions):
-            if prices <= 0:
+            if prices <= 0 or deadline.over():
                 return regions
             prices -= 1
             peak, new_cost = replay.price(changed)
@@ -57,6 +80,40 @@ def fitted(
         regions = best[2]
         peak, cost = replay.price(regions)
     return regions
+
+
+def tidied(replay: Replay, regions: tuple[Region, ...], budget_bytes: int) -> tuple[Region, ...]:
+    """Return regions without those that do nothing for the plan, at no more cost.
+
+    A region goes, or two that touch become one, where the plan fits as well without, and is no
+    dearer. Linear in the number of regions, in calls of the judge.
+    """
+    cost = replay.price(regions)[1]
+    for change in (_without, _merged):
+        k = 0
+        while k < len(regions):
+            fewer = change(replay, regions, k)
+            if fewer is not None:
+                new_peak, new_cost = replay.price(fewer)
+                if new_peak <= budget_bytes and new_cost <= cost:
+                    regions, cost = fewer, new_cost
+                    continue
+            k += 1
+    return regions
+
+
+def _without(replay: Replay, regions: tuple[Region, ...], k: int) -> tuple[Region, ...] | None:
+    """Return the regions without the k-th one, its children in its place."""
+    return (*regions[:k], *regions[k].children, *regions[k + 1 :])
+
+
+def _merged(replay: Replay, regions: tuple[Region, ...], k: int) -> tuple[Region, ...] | None:
+    """Return the regions with the k-th and the next one as one, if they touch."""
+    if k + 1 == len(regions) or regions[k].stop != regions[k + 1].start:
+        return None
+    first, second = regions[k], regions[k + 1]
+    both = Region(start=first.start, stop=second.stop, children=first.children + second.children)
+    return (*regions[:k], both, *regions[k + 2 :])
 
 
 def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[tuple[Region, ...]]:

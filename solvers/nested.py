@@ -13,6 +13,7 @@ from solvers.replay import Replay
 _CUTS = 26
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 _LEVELS = 2
+_ALL_OPS = 400
 _LABELS = 48
 
 
@@ -27,7 +28,7 @@ def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment
     -----
     With c cuts: O(c) searches a round.
     """
-    search = search_of(replay)
+    search = search_of(replay, _ALL_OPS)
     cuts = _cuts(search)
     reach = min(1 + replay.graph.size // 2, search.tables.reach)
     room = budget_bytes - replay.bases[1]
@@ -96,7 +97,7 @@ def _segment(
 
 def best_nested(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
     """Return the cheapest regions found, nested where it pays, or None if none fit."""
-    search = search_of(replay)
+    search = search_of(replay, _ALL_OPS)
     asked = budget_bytes
     for _ in range(3):
         regions = search.run(asked, nested_segments(replay, asked))

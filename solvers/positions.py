@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solvers.blocks import blocks
+from solvers.bounds import peak_bound
 from solvers.interval_search import IntervalSearch, all_positions
 from solvers.intervals import Intervals
 from solvers.problem import Problem
 from solvers.replay import Replay
 
-_ALL_OPS = 500
 _COPIES = 3
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_LIMITS = (0.02, 0.05, 0.1, 0.2, 1.0)
 _LABELS = 256
 
 Run = tuple[int, int]
 
 
-def positions_of(replay: Replay, tables: Intervals) -> tuple[int, ...]:
-    """Return the positions to search over, rising: all of them up to 500 ops.
+def positions_of(replay: Replay, tables: Intervals, most_ops: int) -> tuple[int, ...]:
+    """Return the positions to search over, rising: all of them up to ``most_ops`` ops.
 
     Notes
     -----
@@ -32,7 +33,7 @@ def positions_of(replay: Replay, tables: Intervals) -> tuple[int, ...]:
     """
     problem = replay.problem
     size = len(problem.ops)
-    if size <= _ALL_OPS:
+    if size <= most_ops:
         return all_positions(size)
     kinds: dict[tuple[object, ...], list[Run]] = {}
     for run in blocks(problem):
@@ -76,14 +77,19 @@ def _paying_offsets(replay: Replay, tables: Intervals, stretch: list[Run]) -> It
     low, high = stretch[0][0], min(stretch[-1][1], stretch[0][0] + tables.reach)
     plain = int(tables.plain_keeps[low, high - low])
     search = IntervalSearch(replay, tables, tuple(range(low, high + 1)))
-    limit = replay.price(())[0]
-    labels = search.search((limit,), {}, low, high, labels=_LABELS, span_bytes=plain)
-    number = int(labels.count[high - low, 0])
-    kept = labels.kept[high - low, 0, :number]
+    labels = search.search(_limits(replay), {}, low, high, labels=_LABELS, span_bytes=plain)
     edges = {low}
-    for share in _SHARES:
-        label = max(0, int(kept.searchsorted(share * plain, "right")) - 1)
-        regions = search.regions(labels, high, label=label) or ()
-        edges.update(edge for region in regions for edge in (region.start, region.stop))
+    for budget, number in enumerate(labels.count[high - low]):
+        kept = labels.kept[high - low, budget, :number]
+        wanted = {int(kept.searchsorted(share * plain, "right")) - 1 for share in _SHARES}
+        for label in sorted(wanted - {-1}):
+            regions = search.regions(labels, high, budget=budget, label=label) or ()
+            edges.update(edge for region in regions for edge in (region.start, region.stop))
     for start, stop in stretch:
         yield from (edge - start for edge in edges if start <= edge < stop)
+
+
+def _limits(replay: Replay) -> list[int]:
+    """Return peaks that leave more or less room for what a few blocks bring back at once."""
+    least, plain = peak_bound(replay.problem), replay.price(())[0]
+    return [least + int(share * (plain - least)) for share in _LIMITS]

@@ -46,7 +46,7 @@ class Replay:
         self.plain_forward = self._forward_levels()
         self._pairs = self._saved_pairs()
         # Filled by those who search: what they found out about this problem is found once.
-        self.search: object = None
+        self.searches: dict[int, object] = {}
         self.least: tuple[Region, ...] | None = None
 
     def _forward_levels(self) -> Levels:

@@ -18,6 +18,7 @@ from solvers import (
     PlanError,
     Region,
     bound,
+    intervals,
     least_peak,
     peak_bound,
     simulate,
@@ -25,6 +26,9 @@ from solvers import (
 )
 from solvers.blocks import blocks
 from solvers.ilp import solve as solve_ilp
+from solvers.interval_search import best_flat, search_of
+from solvers.intervals import make_intervals
+from solvers.replay import replay_of
 from tests.solvers.checker import check
 from tests.solvers.models import gpt2
 from tests.solvers.problems import plans, problems
@@ -275,3 +279,51 @@ def test_gpt2_in_the_size_of_the_design():
         prediction = simulate(problem, plan)
         assert prediction.activation_peak_bytes <= megabytes * MB
         assert prediction.recompute_share <= share
+
+
+def test_auto_says_when_it_ran_out_of_time(model):
+    budget = model.fixed_bytes + simulate(model, Plan()).activation_peak_bytes // 2
+    plan = solve(model, budget, seconds=1e-9)
+    assert (plan.status, plan.peak_bytes <= budget) == ("time limit", True)
+    assert plan.recompute_cost >= solve(model, budget, seconds=600).recompute_cost
+    assert solve(model, budget, seconds=600).status == "feasible"
+    assert solve(model, budget, "ilp", seconds=1e-9).status == "time limit"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_no_region_of_auto_is_idle(model, share):
+    budget = model.fixed_bytes + int(share * simulate(model, Plan()).activation_peak_bytes)
+    regions = solve(model, budget).regions
+    assert regions
+    for k, region in enumerate(regions):
+        fewer = Plan(regions=(*regions[:k], *region.children, *regions[k + 1 :]))
+        assert simulate(model, fewer).peak_bytes > budget
+
+
+def test_long_models_are_searched_over_the_edges_of_their_blocks():
+    problem = gpt2(layers=20)
+    replay = replay_of(problem)
+    positions = search_of(replay).positions
+    assert len(problem.ops) > 800 > 2 * len(positions)
+    budget = problem.fixed_bytes + simulate(problem, Plan()).activation_peak_bytes // 2
+    found = simulate(problem, Plan(regions=best_flat(replay, budget)))
+    everywhere = search_of(replay, len(problem.ops))
+    assert len(everywhere.positions) == len(problem.ops) + 1
+    best = simulate(problem, Plan(regions=everywhere.run(budget)))
+    assert found.peak_bytes <= budget
+    assert found.recompute_cost <= 1.03 * best.recompute_cost
+
+
+def test_windows_say_what_the_whole_table_says(monkeypatch):
+    replay = replay_of(gpt2(layers=2))
+    whole = make_intervals(replay)
+    monkeypatch.setattr(intervals, "_WHOLE_OPS", 10)
+    monkeypatch.setattr(intervals, "_REACH", 37)
+    banded = make_intervals(replay)
+    size = replay.graph.size
+    for name in ("region_keeps", "plain_keeps", "freed", "region_needs", "region_cost", "allowed"):
+        for start in range(size):
+            columns = slice(1, min(37, size - start) + 1)
+            assert (
+                getattr(whole, name)[start, columns] == getattr(banded, name)[start, columns]
+            ).all()
