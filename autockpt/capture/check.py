@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autockpt.capture.bits import as_bytes, identical
+from autockpt.capture.calls import version
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.mode import Recorder
@@ -32,7 +33,9 @@ class _Run:
     """What a forward left behind."""
 
     outputs: tuple[torch.Tensor, ...]
-    written: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
+    # Of the arguments: those that were written.
+    inputs: tuple[torch.Tensor | None, ...]
     state: RandomState
 
 
@@ -146,15 +149,17 @@ def redrawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if tensor.is_meta or tensor.numel() < 2 or tensor.layout is not torch.strided:
         return tensor
     flat = tensor.detach().reshape(-1)
-    if tensor.dtype is torch.bool or tensor.is_complex() or flat.unique().numel() <= 2:
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        return tensor
+    low, high = flat.min(), flat.max()
+    if not bool((flat != low).logical_and_(flat != high).any()):
         return tensor
     if tensor.is_floating_point():
         if not bool(flat.isfinite().all()):
             return tensor
-        noise = torch.randn(flat.shape, generator=generator, dtype=torch.float32)
-        noise = noise.to(flat.device)
-        new = (noise * flat.float().std() + flat.float().mean()).to(tensor.dtype)
-        new = new.clamp(flat.min(), flat.max())
+        new = torch.randn(flat.shape, generator=generator, dtype=torch.float32).to(flat.device)
+        new = new.mul_(flat.float().std()).add_(flat.float().mean()).to(tensor.dtype)
+        new = torch.minimum(torch.maximum(new, low, out=new), high, out=new)
     else:
         new = flat[torch.randperm(flat.numel(), generator=generator).to(flat.device)]
     out = torch.empty_like(tensor.detach()).copy_(new.view(tensor.shape))
@@ -175,11 +180,15 @@ def _run(
             trace.before_write(read_path(model, target), known=True)
         for generator in _generators(capture.graph):
             trace.keep_generator(generator)
+        given = [(t, version(t)) for _, t in tensors_within((args, kwargs), objects=True)]
         with hooks:
             outputs = forward(args, kwargs)
-        written = [t.detach().clone() for t in model.buffers()]
-        written += [t.detach() for _, t in tensors_within((args, kwargs), objects=True)]
-        return _Run(outputs=tuple(outputs), written=tuple(written), state=RandomState())
+        return _Run(
+            outputs=tuple(outputs),
+            buffers=tuple(t.detach().clone() for t in model.buffers()),
+            inputs=tuple(None if version(t) == number else t.detach() for t, number in given),
+            state=RandomState(),
+        )
 
 
 def _results(capture: Capture, model: torch.nn.Module, output: Any) -> tuple[torch.Tensor, ...]:
@@ -204,9 +213,14 @@ def _difference(plain: _Run, ours: _Run) -> str:
             return f"output tensor {number} is not equal"
         if a.requires_grad != b.requires_grad:
             return f"output tensor {number} requires grad in one of them only"
-    for a, b in zip(plain.written, ours.written, strict=True):
+    for a, b in zip(plain.buffers, ours.buffers, strict=True):
         if not identical(a, b):
-            return f"a buffer or input of shape {tuple(a.shape)} is not equal afterwards"
+            return f"a buffer of shape {tuple(a.shape)} is not equal afterwards"
+    for x, y in zip(plain.inputs, ours.inputs, strict=True):
+        if x is not y and (x is None or y is None or not identical(x, y)):
+            written = x if x is not None else y
+            assert written is not None
+            return f"an input of shape {tuple(written.shape)} is not equal afterwards"
     if not plain.state.torch_is(ours.state):
         return "the random state is not equal afterwards"
     return graph_difference(plain.outputs, ours.outputs)
