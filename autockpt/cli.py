@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-# Read when torch's profiler, the exact CPU memory meter, is first used; it is chatty otherwise.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch

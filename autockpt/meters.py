@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,20 @@ class Meter(Protocol):
         """Peak and end level between two marks (after the meter is closed)."""
 
 
+@contextmanager
+def _banner_off() -> Iterator[None]:
+    """Keep the profiler, which reads this once, from writing lines to stderr at every use."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 class CpuMeter:
     """Replays the memory events of ``torch.profiler``: exact, the same in every run."""
 
@@ -61,7 +76,8 @@ class CpuMeter:
                 "A torch profiler is running, and the exact CPU memory meter needs it for "
                 "itself. Plan or measure before the profiler is started."
             )
-        self._profile.__enter__()
+        with _banner_off():
+            self._profile.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-# The profiler behind the CPU memory meter writes a line to stderr each time otherwise.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest

@@ -1,0 +1,54 @@
+"""Meters: exact, and silent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autockpt.errors import ProfileError
+from autockpt.meters import meter, peak_of
+
+
+def test_the_peak_is_exact() -> None:
+    def run() -> None:
+        first = torch.zeros(1000)
+        second = torch.zeros(500)
+        del first
+        torch.zeros(250)
+        del second
+
+    assert peak_of(run, torch.device("cpu")) == 6000
+
+
+def test_spans_are_relative_to_their_start() -> None:
+    with meter(torch.device("cpu")) as watch:
+        kept = [torch.zeros(1000)]
+        watch.mark("a")
+        kept.append(torch.zeros(10))
+        torch.zeros(20)
+        watch.mark("b")
+    span = watch.span("a", "b")
+    assert (span.peak_bytes, span.end_bytes) == (120, 40)
+
+
+def test_a_running_profiler_is_said_to_be_in_the_way() -> None:
+    with torch.profiler.profile(), pytest.raises(ProfileError, match="profiler is running"):
+        peak_of(lambda: None, torch.device("cpu"))
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ProfileError, match="'xla'"):
+        meter(torch.device("xla"))
+
+
+def test_nothing_is_written_to_stderr() -> None:
+    code = "import torch; from autockpt.meters import peak_of; peak_of(int, torch.device('cpu'))"
+    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stderr == ""
