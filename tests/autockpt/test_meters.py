@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from autockpt.errors import ProfileError
-from autockpt.meters import meter, peak_of
+from autockpt.meters import meter
+
+CPU = torch.device("cpu")
 
 
 def test_the_peak_is_exact() -> None:
@@ -21,11 +23,15 @@ def test_the_peak_is_exact() -> None:
         torch.zeros(250)
         del second
 
-    assert peak_of(run, torch.device("cpu")) == 6000
+    with meter(CPU) as watch:
+        watch.mark("a")
+        run()
+        watch.mark("b")
+    assert watch.span("a", "b").peak_bytes == 6000
 
 
 def test_spans_are_relative_to_their_start() -> None:
-    with meter(torch.device("cpu")) as watch:
+    with meter(CPU) as watch:
         kept = [torch.zeros(1000)]
         watch.mark("a")
         kept.append(torch.zeros(10))
@@ -36,8 +42,12 @@ def test_spans_are_relative_to_their_start() -> None:
 
 
 def test_a_running_profiler_is_said_to_be_in_the_way() -> None:
-    with torch.profiler.profile(), pytest.raises(ProfileError, match="profiler is running"):
-        peak_of(lambda: None, torch.device("cpu"))
+    with (
+        torch.profiler.profile(),
+        pytest.raises(ProfileError, match="profiler is running"),
+        meter(CPU),
+    ):
+        pass
 
 
 def test_an_unknown_device_is_refused() -> None:
@@ -46,7 +56,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 def test_nothing_is_written_to_stderr() -> None:
-    code = "import torch; from autockpt.meters import peak_of; peak_of(int, torch.device('cpu'))"
+    code = "import torch, autockpt.meters as m; m.meter(torch.device('cpu')).__enter__()"
     environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
