@@ -56,7 +56,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 def test_nothing_is_written_to_stderr() -> None:
-    code = "import torch, autockpt.meters as m; m.meter(torch.device('cpu')).__enter__()"
+    code = "import torch, autockpt.meters as m\nwith m.meter(torch.device('cpu')): torch.ones(1)"
     environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
