@@ -58,6 +58,21 @@ def measured_time(work: OpWork) -> int:
     return work.measured_ns
 
 
+def _checked(choice: Callable[[OpWork], int]) -> Callable[[OpWork], int]:
+    """Believe nothing of a user's cost: solvers add it up as an exact integer."""
+
+    def cost(work: OpWork) -> int:
+        found: object = choice(work)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise ValueError(
+                f"The cost of '{work.target}' is {found!r}: a cost callable returns an int of at "
+                f"least 0, in ns."
+            )
+        return found
+
+    return cost
+
+
 def cost_model(choice: CostChoice) -> Callable[[OpWork], int]:
     """Resolve the ``cost`` argument of ``optimize``.
 
@@ -71,7 +86,7 @@ def cost_model(choice: CostChoice) -> Callable[[OpWork], int]:
     if choice == "roofline":
         return Roofline()
     if callable(choice):
-        return choice
+        return _checked(choice)
     raise ValueError(
         f"cost={choice!r} is not a cost: write 'time' (measured, the default), 'roofline' "
         f"(deterministic, from FLOPs and bytes), or pass a callable from OpWork to ns."

@@ -129,6 +129,8 @@ class _Runner(fx.Interpreter):
         timed: bool,
     ) -> None:
         super().__init__(model, garbage_collect_values=True, graph=capture.graph)
+        # Errors name the op and its source line themselves.
+        self.extra_traceback = False
         self.rehearsals: dict[fx.Node, Rehearsal] = {}
         self.externals: dict[fx.Node, External] = {}
         self.known: dict[Any, Rehearsal] = {}
@@ -190,7 +192,7 @@ class _Runner(fx.Interpreter):
                 except Exception as error:
                     raise ProfileError(
                         f"'{target_name(node)}' ({node.meta['module']}, {node.meta['source']}) "
-                        f"could not be run apart: {error}"
+                        f"could not be measured apart: {error}"
                     ) from error
                 self.known[key] = known
             self.rehearsals[node] = known

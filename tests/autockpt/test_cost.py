@@ -1,0 +1,54 @@
+"""Costs: what is chosen, and that nothing of a user's cost is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import autockpt
+from autockpt.errors import ProfileError
+from autockpt.profiler import OpWork, Roofline
+from autockpt.profiler.cost import cost_model
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+
+
+def test_roofline_is_the_stated_formula() -> None:
+    work = OpWork(target="mm", flops=100_000, output_bytes=50_000)
+    assert Roofline()(work) == 2_000 + 10_000 + 5_000
+    assert Roofline(launch_ns=0, flops_per_second=1e9)(work) == 100_000 + 10_000
+
+
+def test_an_unknown_cost_names_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"cost='flops'.*'time'.*'roofline'"):
+        cost_model("flops")  # type: ignore[arg-type]
+
+
+def test_a_cost_of_ones_own_decides_what_runs_again() -> None:
+    asked: list[OpWork] = []
+
+    def gelu_is_dear(work: OpWork) -> int:
+        asked.append(work)
+        return 10**9 if "gelu" in work.target and "backward" not in work.target else 1
+
+    batch = (torch.ones(4096, 64),)
+    model = autockpt.optimize(chain(), batch, memory_budget="70%", cost=gelu_is_dear)
+    assert {work.target for work in asked} >= {
+        "torch.nn.functional.gelu",
+        "torch.nn.functional.linear",
+    }
+    plan, problem = model.autockpt.plan, model.autockpt.problem
+    assert plan.recompute_cost < 10**9
+    assert sum(op.cost == 10**9 for op in problem.ops) == 6
+
+
+@pytest.mark.parametrize("answer", [-1, 0.5, None, True])
+def test_a_cost_that_is_no_count_of_ns_is_refused(answer: object) -> None:
+    wrong: Callable[[OpWork], int] = lambda work: answer  # type: ignore[assignment, return-value]  # noqa: E731
+    with pytest.raises(ProfileError, match=f"cost of .* is {answer!r}.*int of at least 0"):
+        autockpt.optimize(chain(), (torch.ones(8, 64),), memory_budget="70%", cost=wrong)
