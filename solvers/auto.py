@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from solvers import every_k, exhaustive, ilp
+from solvers import every_k, exhaustive, ilp, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import best_flat, search_of
@@ -125,10 +125,17 @@ class _Search:
         else:
             self.say("flat regions by dynamic programming")
             yield from self._flat()
-        costly = _NESTING_SHARE * self.replay.forward_cost
-        if self.best is None or self.replay.price(self.best)[1] > costly:
+        if self._is_costly():
+            self.say("nested regions over the blocks")
+            yield iter([rotor.chain_of(self.replay).regions(self.budget_bytes)])
             self.say("regions inside regions")
             yield iter([best_nested(self.replay, self.budget_bytes)])
+
+    def _is_costly(self) -> bool:
+        """Tell whether nested regions may pay: where flat ones cost most of a forward."""
+        if self.best is None:
+            return True
+        return self.replay.price(self.best)[1] > _NESTING_SHARE * self.replay.forward_cost
 
     def _flat(self) -> Iterator[Iterator[Regions | None]]:
         replay, budget_bytes = self.replay, self.budget_bytes

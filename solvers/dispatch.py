@@ -6,7 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from solvers import auto, every_k, exhaustive, ilp, interval_dp, none, sqrt_n
+from solvers import (
+    auto,
+    chen_greedy,
+    every_k,
+    exhaustive,
+    ilp,
+    interval_dp,
+    min_cut,
+    none,
+    rotor,
+    sqrt_n,
+    treeverse,
+)
 from solvers.errors import PlanError
 from solvers.plan import Plan
 from solvers.pricing import format_bytes
@@ -18,12 +30,16 @@ Solver = Callable[[Problem, int], Plan]
 SOLVERS: Mapping[str, Solver] = MappingProxyType(
     {
         "auto": auto.solve,
+        "chen_greedy": chen_greedy.solve,
         "every_k": every_k.solve,
         "exhaustive": exhaustive.solve,
         "ilp": ilp.solve,
         "interval_dp": interval_dp.solve,
+        "min_cut": min_cut.solve,
         "none": none.solve,
+        "rotor": rotor.solve,
         "sqrt_n": sqrt_n.solve,
+        "treeverse": treeverse.solve,
     }
 )
 
@@ -80,8 +96,9 @@ def solve(
     >>> solve(problem, 12, "magic")
     Traceback (most recent call last):
     ...
-    solvers.errors.PlanError: There is no solver 'magic'. Use one of auto, every_k, exhaustive,
-    ilp, interval_dp, none, sqrt_n, or a callable (problem, budget_bytes) -> Plan.
+    solvers.errors.PlanError: There is no solver 'magic'. Use one of auto, chen_greedy,
+    every_k, exhaustive, ilp, interval_dp, min_cut, none, rotor, sqrt_n, treeverse, or a
+    callable (problem, budget_bytes) -> Plan.
     """
     if solver == "auto":
         return auto.solve(problem, budget_bytes, seconds=seconds, progress=progress)

@@ -13,6 +13,7 @@ from solvers.plan import Plan, Region
 from solvers.pricing import priced
 from solvers.problem import Problem
 from solvers.replay import Replay, replay_of
+from solvers.rotor import chain_of
 
 _FLAT_STEPS = 100
 _NESTED_STEPS = 50
@@ -40,7 +41,8 @@ def least_peak(problem: Problem) -> Plan:
     started = time.perf_counter()
     replay = replay_of(problem)
     if replay.least is None:
-        start = min(((), *candidates(problem)), key=lambda regions: replay.price(regions))
+        known = ((), *candidates(problem), chain_of(replay).least())
+        start = min(known, key=lambda regions: replay.price(regions))
         flat = lowest(replay, best_flat, start, _FLAT_STEPS)
         replay.least = lowest(replay, best_nested, flat, _NESTED_STEPS)
     regions = replay.least

@@ -47,6 +47,7 @@ class Replay:
         self._pairs = self._saved_pairs()
         # Filled by those who search: what they found out about this problem is found once.
         self.searches: dict[int, object] = {}
+        self.chain: object = None
         self.least: tuple[Region, ...] | None = None
 
     def _forward_levels(self) -> Levels:
