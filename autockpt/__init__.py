@@ -1,6 +1,7 @@
 """Train a model inside a number of bytes, to the same bits, at the least recomputation."""
 
 from autockpt.api import minimum_budget, optimize
+from autockpt.compare import compare
 from autockpt.errors import (
     BudgetError,
     CaptureError,
@@ -20,6 +21,7 @@ __all__ = [
     "NoPlanFoundError",
     "PlanError",
     "ProfileError",
+    "compare",
     "measure",
     "minimum_budget",
     "optimize",

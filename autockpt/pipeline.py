@@ -23,6 +23,7 @@ from autockpt.errors import (
 )
 from autockpt.lower import lower
 from autockpt.profiler import profile
+from autockpt.profiler.cost import CostChoice
 from autockpt.progress import progress
 from autockpt.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
@@ -135,9 +136,13 @@ class ForwardError(CaptureError):
 
 
 def lower_step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    cost: CostChoice = "roofline",
 ) -> tuple[Capture, Problem]:
-    """Record and profile a step for its memory alone, without a check of the capture.
+    """Record and profile a step, without a check of the capture.
 
     Raises
     ------
@@ -147,7 +152,7 @@ def lower_step(
         capture, recorded = record_step(model, args, kwargs, loss)
         closures = recorded.closures
         with _enough_memory("the ops of the forward were measured"):
-            profiled = profile(capture, model, args, kwargs, cost="roofline", closures=closures)
+            profiled = profile(capture, model, args, kwargs, cost=cost, closures=closures)
     return capture, lower(capture, profiled)
 
 

@@ -1,0 +1,63 @@
+"""Solvers side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autockpt import compare
+from solvers import SOLVERS
+from tests.zoo import gpt2
+
+BUDGETS = tuple(f"{percent}%" for percent in range(25, 100, 6))
+
+
+@pytest.fixture(scope="module")
+def found():
+    case = gpt2(layers=2)
+    return compare(case.model, case.args, case.kwargs, budgets=BUDGETS)
+
+
+def test_a_larger_budget_never_costs_more(found) -> None:
+    for solver in {entry.solver for entry in found.entries if entry.budget_text}:
+        costs = [entry.recompute_cost for entry in found.of(solver)]
+        assert len(costs) == len(BUDGETS)
+        planned = [cost for cost in costs if cost is not None]
+        assert planned == sorted(planned)
+        assert None not in costs[: len(planned)]
+
+
+def test_auto_is_the_cheapest_and_no_plan_is_below_the_bound(found) -> None:
+    for limit, best in zip(found.bounds, found.of("auto"), strict=True):
+        for entry in found.entries:
+            if entry.budget_bytes != limit.budget_bytes or entry.recompute_cost is None:
+                continue
+            assert entry.activation_peak_bytes <= limit.budget_bytes - found.fixed_bytes
+            assert limit.cost <= best.recompute_cost <= entry.recompute_cost
+
+
+def test_it_is_said_as_table_and_json(found) -> None:
+    text = str(found)
+    assert "auto" in text
+    assert "bound" in text
+    assert "a block a region" in text
+    data = json.loads(found.to_json())
+    assert len(data["entries"]) == len(found.entries)
+    assert data["entries"][0]["recompute_share"] == 0.0
+
+
+def test_it_is_drawn(found, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = found.plot(tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
+    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert {"auto", "rotor", "bound, any schedule"} <= labels
+
+
+def test_a_solver_that_does_not_exist_is_refused() -> None:
+    case = gpt2(layers=1)
+    with pytest.raises(ValueError, match="no solver 'magic'"):
+        compare(case.model, case.args, case.kwargs, solvers=("magic",))
+    assert "magic" not in SOLVERS
