@@ -100,7 +100,7 @@ class Comparison:
         return tuple(entry for entry in self.entries if entry.solver == solver)
 
     def table(self) -> Table:
-        """Return a table: a row a budget, a column a solver, recompute shares in it; * is optimal."""
+        """Return a table of recompute shares: a row a budget, a column a solver; * is optimal."""
         table = Table(title="Recomputed share of a forward", title_justify="left")
         table.add_column("budget", justify="right")
         solvers = tuple(dict.fromkeys(e.solver for e in self.entries if e.budget_text))
