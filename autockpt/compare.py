@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -101,8 +102,9 @@ class Comparison:
 
     def table(self) -> Table:
         """Return a table of recompute shares: a row a budget, a column a solver; * is optimal."""
-        table = Table(title="Recomputed share of a forward", title_justify="left")
-        table.add_column("budget", justify="right")
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+        table.title = "Recomputed share of a forward"
+        table.add_column("budget", justify="right", no_wrap=True)
         solvers = tuple(dict.fromkeys(e.solver for e in self.entries if e.budget_text))
         for solver in (*solvers, "bound"):
             table.add_column(solver, justify="right", no_wrap=True)

@@ -47,18 +47,29 @@ def plot_comparison(comparison: Comparison, path: str | Path | None = None) -> A
     for entry in (entry for entry in comparison.entries if not entry.budget_text):
         point = _point(comparison, entry.activation_peak_bytes, entry.recompute_cost)
         axes.plot(*point, "*", color="black", markersize=12, zorder=4)
-        left = 2 * point[0] * _MIB < comparison.plain_activation_bytes
-        offset, side = ((9, 2), "left") if left else ((-4, 9), "right")
+        offset, side = ((9, 3), "left") if entry.recompute_cost else ((-4, 9), "right")
         axes.annotate(entry.solver, point, xytext=offset, textcoords="offset points", ha=side)
     axes.set_xlabel("activation peak (MiB)")
     axes.set_ylabel("recomputed share of a forward")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=-0.02)
+    axes.set_ylim(-0.02, _top(comparison))
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right", frameon=False)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+def _top(comparison: Comparison) -> float:
+    """Return the share at the upper edge: what a solver far behind the best does is cut off."""
+    cheapest: dict[str, float] = {}
+    for entry in comparison.entries:
+        if entry.recompute_cost is not None:
+            share = comparison.share(entry.recompute_cost)
+            least = cheapest.get(entry.budget_text, share)
+            cheapest[entry.budget_text] = min(share, least)
+    by_hand = max(comparison.share(e.recompute_cost or 0) for e in comparison.entries[:2])
+    return 1.25 * max(0.1, by_hand, *cheapest.values())
 
 
 def _point(comparison: Comparison, peak: int | None, cost: int | None) -> tuple[float, float]:
