@@ -274,6 +274,7 @@ def search_of(replay: Replay, most_ops: int = _ALL_OPS) -> IntervalSearch:
     most_ops = min(most_ops, replay.graph.size)
     found = replay.searches.get(most_ops)
     if found is None:
+        # Not at the top: finding positions takes searches of its own.
         from solvers.positions import positions_of
 
         others = [s.tables for s in replay.searches.values() if isinstance(s, IntervalSearch)]

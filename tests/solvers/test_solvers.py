@@ -329,3 +329,16 @@ def test_windows_say_what_the_whole_table_says(monkeypatch):
             assert (
                 getattr(whole, name)[start, columns] == getattr(banded, name)[start, columns]
             ).all()
+
+
+def test_a_larger_budget_never_costs_more():
+    problem = gpt2(layers=2)
+    activations = simulate(problem, Plan()).activation_peak_bytes
+    least = least_peak(problem).peak_bytes
+    costs = [
+        solve(problem, problem.fixed_bytes + activations * percent // 100).recompute_cost
+        for percent in range(20, 101, 4)
+        if problem.fixed_bytes + activations * percent // 100 >= least
+    ]
+    assert len(costs) > 12
+    assert costs == sorted(costs, reverse=True)
