@@ -2,9 +2,8 @@
 
 To the byte, and bits are equal. Left out is what the model knows to be a few bytes off: numbers
 of python that an op saves (8 bytes each), biases of linears in regions (their gradient comes
-after the input is let go of), copies of running statistics in a replay, and gradients that
-arrive in another layout than their value has; and every value reaches the loss, as a region
-that runs something for nothing holds the graph behind it.
+after the input is let go of), and copies of running statistics in a replay; and every value
+reaches the loss, as a region that runs something for nothing holds the graph behind it.
 """
 
 from __future__ import annotations
@@ -117,6 +116,10 @@ STEPS = st.lists(
 LOSSES = {
     "square": lambda y: (y * y).mean(),
     "weighted": lambda y: (y * torch.linspace(0, 1, WIDTH)).square().sum(),
+    # Gradients that arrive expanded, and transposed.
+    "sum": lambda y: y.sum(),
+    "rows": lambda y: y.mean(0).square().sum(),
+    "transposed": lambda y: (y.t() @ torch.linspace(0, 1, len(y))).square().sum(),
 }
 
 

@@ -23,7 +23,9 @@ from autockpt.errors import ProfileError
 from autockpt.meters import Meter, NullMeter, collector_off, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model
 from autockpt.profiler.facts import External, OpFacts, Profile
+from autockpt.profiler.layouts import gradient_layouts
 from autockpt.profiler.rehearse import (
+    Layout,
     Rehearsal,
     Subject,
     distinct,
@@ -74,6 +76,7 @@ def profile(
     with untraced(model, args, kwargs) as trace:
         runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
         runner.closures.update(closures or {})
+        runner.layouts.update(gradient_layouts(capture, model, inputs, runner.closures))
         with collector_off(), watch:
             runner.run(*inputs)
     externals = runner.externals
@@ -136,6 +139,7 @@ class _Runner(fx.Interpreter):
         self.known: dict[Any, Rehearsal] = {}
         self.unpacked: dict[fx.Node, tuple[fx.Node, int]] = {}
         self.closures: dict[str, torch.Tensor] = {}
+        self.layouts: dict[fx.Node, tuple[Layout, ...]] = {}
         self._model = model
         self._base = capture.ambient
         self._watch = watch
@@ -182,7 +186,7 @@ class _Runner(fx.Interpreter):
         call = _callable(node)
         ambient = node.meta["ambient"]
         with ambient.enter():
-            key = _distinct_key(node, args, kwargs)
+            key = _distinct_key(node, args, kwargs), self.layouts.get(node, ())
             known = self.known.get(key)
             if known is None:
                 try:
@@ -228,6 +232,7 @@ class _Runner(fx.Interpreter):
                 for argument, tensor in zip(nodes, tensors, strict=True)
                 if argument in self.externals
             ),
+            layouts=self.layouts.get(node, ()),
         )
         measured = not isinstance(self._watch, NullMeter)
         return rehearse(subject, self._watch, self._cost, timed=self._timed, measured=measured)
@@ -294,7 +299,10 @@ def _argument_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _distinct_key(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What two nodes must share to be the same op: function, layouts, constants, modes."""
+    """What two nodes must share to be the same op: function, layouts, constants, modes.
+
+    That their gradients arrive in the same layouts comes on top.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     nodes = iter(_argument_nodes(node))
     storages: dict[int, int] = {}

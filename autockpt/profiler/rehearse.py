@@ -9,8 +9,8 @@ so that autograd owns them as it does in a real step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,9 @@ from autockpt.profiler.cost import OpWork
 from autockpt.profiler.facts import ArgumentGradient, OpFacts, Ref, Result
 
 _TIMED_RUNS = 3
+
+Layout = tuple[int, ...] | None
+"""Strides of a gradient; None where it lies as its value does."""
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -63,12 +66,15 @@ class _Rest(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arrived: Callable[[tuple[torch.Tensor, ...]], None], *results: Any
+        ctx: Any,
+        arrived: Callable[[tuple[torch.Tensor, ...]], None],
+        layouts: Sequence[Layout],
+        *results: Any,
     ) -> Any:
         ctx.arrived = arrived
         ctx.layouts = [
-            (tuple(r.shape), r.stride() if is_dense(r) else None, r.dtype, r.device)
-            for r in results
+            (tuple(r.shape), layout or (r.stride() if is_dense(r) else None), r.dtype, r.device)
+            for r, layout in zip(results, layouts, strict=True)
         ]
         return torch.zeros((), device=results[0].device)
 
@@ -76,23 +82,35 @@ class _Rest(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         gradients = tuple(_ones(*layout) for layout in ctx.layouts)
         ctx.arrived(gradients)
-        return (None, *gradients)
+        return (None, None, *gradients)
 
 
 def _rest(
-    results: Sequence[torch.Tensor], arrived: Callable[[tuple[torch.Tensor, ...]], object]
+    subject: Subject,
+    results: Sequence[torch.Tensor],
+    differentiable: Sequence[int],
+    arrived: Callable[[tuple[torch.Tensor, ...]], object],
 ) -> torch.Tensor:
     """A scalar behind an op's results; ``arrived`` is called with their gradients."""
-    end: torch.Tensor = _Rest.apply(arrived, *results)  # type: ignore[no-untyped-call]
+    layouts = [subject.layouts[i] if subject.layouts else None for i in differentiable]
+    end: torch.Tensor = _Rest.apply(  # type: ignore[no-untyped-call]
+        arrived, layouts, *(results[i] for i in differentiable)
+    )
     return end
 
 
-def _differentiate(end: torch.Tensor, wanted: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
-    """Run backward as a real step does: after the autocast block around its forward."""
+@contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """As a real step runs backward: after the autocast block around its forward."""
     with ExitStack() as stack:
-        for kind in {"cpu", end.device.type}:
+        for kind in {"cpu", device_type}:
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _differentiate(end: torch.Tensor, wanted: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+    with outside_autocast(end.device.type):
         found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(end, wanted, allow_unused=True)
     return found
 
@@ -103,9 +121,10 @@ def _ones(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    if stride is None:
+    if stride is None or 0 in shape:
         return torch.ones(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+    reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.ones(reach, dtype=dtype, device=device).as_strided(shape, stride)
 
 
 @dataclass(slots=True)
@@ -164,7 +183,8 @@ class Subject:
 
     ``differentiable`` are the ids of tensor arguments that require grad in the real step;
     ``written`` the ids of those that the op writes in place (it gets copies of these);
-    ``external`` the ids of those that are there before the step (parameters, the batch).
+    ``external`` the ids of those that are there before the step (parameters, the batch);
+    ``layouts`` how the gradients of its results arrive, if not all as their values lie.
     """
 
     name: str
@@ -175,6 +195,7 @@ class Subject:
     differentiable: frozenset[int]
     written: frozenset[int]
     external: frozenset[int] = frozenset()
+    layouts: tuple[Layout, ...] = ()
     tensors: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -297,7 +318,7 @@ def _logged_run(subject: Subject) -> _Logged:
     cached.clear()
     log.casts.clear()
     torch.clear_autocast_cache()
-    fresh, gradients, flops = _logged_backward(results, differentiable, edges)
+    fresh, gradients, flops = _logged_backward(subject, results, differentiable, edges)
     facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
     return _Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
 
@@ -370,12 +391,12 @@ def _context_holds_tensors(results: Sequence[torch.Tensor]) -> bool:
 
 
 def _logged_backward(
-    results: list[torch.Tensor], differentiable: list[int], edges: list[Any]
+    subject: Subject, results: list[torch.Tensor], differentiable: list[int], edges: list[Any]
 ) -> tuple[tuple[int, ...], tuple[ArgumentGradient, ...], int]:
     if not differentiable or not any(edge is not None for edge in edges):
         return (), (), 0
     arrived: list[torch.Tensor] = []
-    end = _rest([results[i] for i in differentiable], arrived.extend)
+    end = _rest(subject, results, differentiable, arrived.extend)
     wanted = [(index, edge) for index, edge in enumerate(edges) if edge is not None]
     with AtenLog() as log:
         got = _differentiate(end, [edge for _, edge in wanted])
@@ -408,9 +429,7 @@ def _watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
     if not differentiable or not wanted:
         return False
     results, _ = _results(subject, leaves, out)
-    end = _rest(
-        [results[i] for i in differentiable], lambda _: watch.mark(f"{subject.name}.backward")
-    )
+    end = _rest(subject, results, differentiable, lambda _: watch.mark(f"{subject.name}.backward"))
     del out, results, leaves, args, kwargs
     got = _differentiate(end, wanted)
     watch.mark(f"{subject.name}.backward.end")
@@ -468,7 +487,7 @@ def _unpacked_run(subject: Subject, watch: Meter, differentiable: list[int]) -> 
     if not differentiable or not wanted:
         return False
     results, _ = _results(subject, leaves, out)
-    end = _rest([results[i] for i in differentiable], lambda _: watch.mark(f"{subject.name}.early"))
+    end = _rest(subject, results, differentiable, lambda _: watch.mark(f"{subject.name}.early"))
     del out, results, leaves, args, kwargs
     _differentiate(end, wanted)
     return unpacked > 0
@@ -488,7 +507,9 @@ def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:
         results, _ = _results(subject, leaves, out)
         clocks: list[_Clock] = []
         end = _rest(
-            [results[i] for i in facts.differentiable],
+            subject,
+            results,
+            facts.differentiable,
             lambda _: clocks.append(_Clock(subject.tensors)),  # noqa: B023
         )
         _differentiate(end, wanted)

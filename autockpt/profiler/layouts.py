@@ -1,0 +1,172 @@
+"""How gradients lie in memory when they reach an op.
+
+The gradient of a sum is expanded, that of a transposed view is transposed: the backward that
+such a one reaches may have to copy it. Which layout arrives where is the work of everything
+behind, so the step is run once on fake tensors, forward and backward, which takes no memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autockpt.capture import Capture, TensorMeta
+from autockpt.capture.guards import expect
+from autockpt.capture.paths import read_path
+from autockpt.profiler.rehearse import Layout, distinct, is_dense, outside_autocast, tensors_in
+
+
+def gradient_layouts(
+    capture: Capture,
+    model: nn.Module,
+    tensors: Sequence[torch.Tensor],
+    closures: Mapping[str, torch.Tensor],
+) -> dict[fx.Node, tuple[Layout, ...]]:
+    """Give the layouts of the gradients of what each op returns, tensors in order.
+
+    Nodes whose gradients all lie as their values do are left out. Empty where the step cannot
+    be run on fake tensors, as with calls that are not torch's own and write in place.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        runner = _Runner(capture, model, mode, closures)
+        try:
+            runner.run(*tensors)
+            torch.clear_autocast_cache()
+            runner.differentiate()
+        except Exception:  # noqa: BLE001, whatever an op has against fake tensors
+            return {}
+        finally:
+            torch.clear_autocast_cache()
+    return {node: tuple(found) for node, found in runner.layouts.items() if any(found)}
+
+
+class _Runner(fx.Interpreter):
+    """Runs the graph on fake tensors; hooks on the results write the layouts down."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        model: nn.Module,
+        mode: FakeTensorMode,
+        closures: Mapping[str, torch.Tensor],
+    ) -> None:
+        super().__init__(model, garbage_collect_values=True, graph=capture.graph)
+        self.extra_traceback = False
+        self.layouts: dict[fx.Node, list[Layout]] = {}
+        self._model, self._mode, self._closures = model, mode, closures
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._leaves: list[torch.Tensor] = []
+        self._loss: torch.Tensor | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node on fake tensors."""
+        if n.op == "placeholder":
+            return self._fake(super().run_node(n))
+        if n.op == "get_attr":
+            held = self._closures.get(str(n.target))
+            return self._fake(read_path(self._model, str(n.target)) if held is None else held)
+        if n.op == "output":
+            output: Any = n.args[0]
+            self._loss = self.env[output[1]]
+            return None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is expect:
+            return args[1]
+        with n.meta["ambient"].enter():
+            result = self._call(n, args, kwargs)
+        if not (n.target is operator.getitem and isinstance(args[0], tuple | list)):
+            self._watch(n, [*tensors_in(result), *self._written(n, (args, kwargs), result)])
+        return result
+
+    def differentiate(self) -> None:
+        """Run backward: the hooks are called."""
+        assert self._loss is not None
+        with outside_autocast(self._loss.device.type):
+            torch.autograd.grad(self._loss, self._leaves, allow_unused=True)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = self._fakes.get(id(tensor))
+        if fake is None:
+            fake = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+            self._fakes[id(tensor)] = fake
+            if tensor.requires_grad:
+                self._leaves.append(fake)
+        return fake
+
+    def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (node.meta.get("opaque") or node.meta.get("pinned")):
+            try:
+                if node.op == "call_method":
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                assert callable(node.target)
+                return node.target(*args, **kwargs)
+            except Exception:  # sizes that depend on data, no rule for fake tensors: by its looks
+                if node.meta["writes"]:
+                    raise
+        tensors = tensors_in((args, kwargs))
+        unknown: Any = _Unknown
+        found = [unknown.apply(meta, *tensors) for meta in _metas(node)]
+        return found if node.meta.get("several") or len(found) != 1 else found[0]
+
+    def _written(self, node: fx.Node, arguments: Any, result: Any) -> list[torch.Tensor]:
+        """What the op wrote in place and did not return, in the order of a rehearsal."""
+        returned = {id(tensor) for tensor in tensors_in(result)}
+        written = {id(self.env[argument]) for argument in node.meta["writes"]} - returned
+        return [tensor for tensor in distinct(tensors_in(arguments)) if id(tensor) in written]
+
+    def _watch(self, node: fx.Node, results: Sequence[torch.Tensor]) -> None:
+        layouts: list[Layout] = [None] * len(results)
+        self.layouts[node] = layouts
+        for index, result in enumerate(results):
+            if result.requires_grad and result.layout is torch.strided:
+                result.register_hook(_note(layouts, index, _own(result)))
+
+
+def _own(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a gradient that lies as its value does (contiguous if that has gaps)."""
+    return (
+        tensor.stride()
+        if is_dense(tensor)
+        else torch.empty_like(tensor, memory_format=torch.contiguous_format).stride()
+    )
+
+
+def _note(
+    layouts: list[Layout], index: int, own: tuple[int, ...]
+) -> Callable[[torch.Tensor], None]:
+    def note(gradient: torch.Tensor) -> None:
+        strides = gradient.stride()
+        differs = any(
+            size > 1 and one != other
+            for size, one, other in zip(gradient.shape, strides, own, strict=True)
+        )
+        layouts[index] = strides if differs else None
+
+    return note
+
+
+def _metas(node: fx.Node) -> tuple[TensorMeta, ...]:
+    metas: tuple[TensorMeta, ...] = node.meta["tensors"]
+    return metas
+
+
+class _Unknown(torch.autograd.Function):
+    """An op that is known by its results only; its gradients lie as its arguments do."""
+
+    @staticmethod
+    def forward(ctx: Any, meta: TensorMeta, *arguments: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*arguments)
+        result = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        if not meta.requires_grad:
+            ctx.mark_non_differentiable(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return (None, *(torch.empty_like(t) if needed else None for t, needed in wanted))
