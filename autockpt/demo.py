@@ -180,7 +180,7 @@ def examples(
             return F.mse_loss(output.sample, noise)
 
         return Example(
-            name="diffusion UNet",
+            name="UNet",
             model=model.to(device).train(),
             args=(latents, steps, text),
             kwargs={},
