@@ -82,7 +82,8 @@ class Report:
     plain_peak_bytes, peak_bytes : int
         Predicted peaks of the step without and with the plan.
     peak_op : str
-        Where the predicted peak is: module path, phase of the step and source line.
+        Where the predicted peak is: module path, phase of the step and source line, and
+        whether gradients that are resident or fresh make it the higher one.
     measured_plain_peak_bytes, measured_peak_bytes : int or None
         The same two as the allocator saw them; None until they are measured.
     cost : str
@@ -253,7 +254,9 @@ def _peak_op(problem: Problem, prediction: Prediction) -> str:
         return ""
     op = problem.ops[prediction.peak_op]
     source = f", {file_and_line(op.source)}" if op.source else ""
-    return f"{op.module or op.name} ({prediction.peak_phase}{source})"
+    fresh = prediction.fresh_peak_bytes > prediction.resident_peak_bytes
+    gradients = "fresh" if fresh else "resident"
+    return f"{op.module or op.name} ({prediction.peak_phase}{source}, gradients {gradients})"
 
 
 # Rows

@@ -173,3 +173,29 @@ def test_a_model_returned_as_it_is() -> None:
 def test_another_cost_has_no_unit() -> None:
     assert " ms" not in str(report_of(LAYERWISE, cost="custom"))
     assert " ms" in str(report_of(LAYERWISE))
+
+
+def test_the_peak_says_which_way_of_training_sets_it() -> None:
+    """A step whose gradients are fresh can need more: a gradient that cannot be stolen is copied."""
+    ops = (
+        Op(name="a", inputs=(0,), outputs=(1,), saved=(0,), packs=True, gradient_bytes=(64,),
+           gradients=(Gradient(value=0, source=0, dense=False),)),
+        Op(name="b", inputs=(1,), outputs=(2,), gradient_bytes=(8,),
+           gradients=(Gradient(value=1, source=0),)),
+    )  # fmt: skip
+    values = (
+        Value(storage=0, gradient_bytes=64, leaf=True, parameter=True),
+        Value(storage=1, gradient_bytes=8),
+        Value(storage=2, gradient_bytes=8),
+    )
+    storages = (Storage(nbytes=64), Storage(nbytes=8, producer=0), Storage(nbytes=8, producer=1))
+    for gradient_bytes, word in ((64, "resident"), (0, "fresh")):
+        problem = Problem(
+            ops=ops, values=values, storages=storages, outputs=(), loss=2,
+            boundaries=(True,) * 3, gradient_bytes=gradient_bytes,
+        )  # fmt: skip
+        prediction = simulate(problem, Plan())
+        report = make_report(
+            problem, Plan(), prediction, prediction, budget=Budget(peak_bytes=1000, text="1000")
+        )
+        assert f"gradients {word}" in report.peak_op
