@@ -176,7 +176,7 @@ def test_another_cost_has_no_unit() -> None:
 
 
 def test_the_peak_says_which_way_of_training_sets_it() -> None:
-    """A step whose gradients are fresh can need more: a gradient that cannot be stolen is copied."""
+    """Fresh gradients can need more: one that cannot be stolen is copied."""
     ops = (
         Op(name="a", inputs=(0,), outputs=(1,), saved=(0,), packs=True, gradient_bytes=(64,),
            gradients=(Gradient(value=0, source=0, dense=False),)),
