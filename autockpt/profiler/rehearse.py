@@ -267,9 +267,9 @@ def _logged_run(subject: Subject) -> _Logged:
             nonlocal at_stop
             packed.append(tensor)
             at_stop = log.tally.copy()
-            return tensor
+            return tensor.detach()
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(pack, _as_it_is):
             out = subject.call(*args, **kwargs)
     results, returned = _results(subject, leaves, out)
     cached = _cached_casts(subject, leaves, log)
@@ -321,6 +321,11 @@ def _logged_run(subject: Subject) -> _Logged:
     fresh, gradients, flops = _logged_backward(subject, results, differentiable, edges)
     facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
     return _Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Unpack what was packed detached: a result that its own graph holds is never let go."""
+    return tensor
 
 
 def _cached_casts(
@@ -449,10 +454,10 @@ def _stopped_run(subject: Subject, watch: Meter) -> int:
         nonlocal packs
         packs += 1
         watch.mark(f"{subject.name}.stop.{packs}")
-        return tensor
+        return tensor.detach()
 
     watch.mark(f"{subject.name}.stop")
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, _as_it_is):
         subject.call(*args, **kwargs)
     torch.clear_autocast_cache()
     return packs
@@ -468,19 +473,19 @@ def _dropped_run(subject: Subject, watch: Meter) -> None:
     torch.clear_autocast_cache()
 
 
+class _Unpacked(Exception):
+    """Backward has asked for something saved: there is no more to see."""
+
+
 def _unpacked_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bool:
     """Run backward up to where it first asks for something saved; say whether it does."""
     leaves, args, kwargs, edges = subject.stand_ins()
-    unpacked = 0
 
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal unpacked
-        if not unpacked:
-            watch.mark(f"{subject.name}.unpacked")
-        unpacked += 1
-        return tensor
+    def unpack(_: torch.Tensor) -> torch.Tensor:
+        watch.mark(f"{subject.name}.unpacked")
+        raise _Unpacked
 
-    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+    with saved_tensors_hooks(torch.Tensor.detach, unpack):
         out = subject.call(*args, **kwargs)
     torch.clear_autocast_cache()
     wanted = [edge for edge in edges if edge is not None]
@@ -489,8 +494,11 @@ def _unpacked_run(subject: Subject, watch: Meter, differentiable: list[int]) -> 
     results, _ = _results(subject, leaves, out)
     end = _rest(subject, results, differentiable, lambda _: watch.mark(f"{subject.name}.early"))
     del out, results, leaves, args, kwargs
-    _differentiate(end, wanted)
-    return unpacked > 0
+    try:
+        _differentiate(end, wanted)
+    except _Unpacked:
+        return True
+    return False
 
 
 def _timed_runs(subject: Subject, facts: _Logged) -> tuple[int, int]:

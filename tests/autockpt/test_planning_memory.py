@@ -46,7 +46,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Peaks:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "swin"])
 def test_no_step_of_planning_needs_more_than_the_budget(name: str, peaks: Peaks) -> None:
     case = zoo.ZOO[name]()
     model: Any = autockpt.optimize(

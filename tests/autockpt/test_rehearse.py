@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autockpt.meters import CpuMeter
+from autockpt.meters import CpuMeter, collector_off
 from autockpt.profiler import Roofline
 from autockpt.profiler.facts import OpFacts
 from autockpt.profiler.rehearse import Subject, rehearse, tensors_in
@@ -144,3 +144,23 @@ def test_what_backward_makes_before_it_asks_for_what_is_saved() -> None:
     x = torch.randn(ROWS, WIDTH)
     # The bfloat16 gradient of the sum is let go of, its float32 copy is there instead.
     assert facts_of(halves, x).early_backward_bytes == WIDTH * (4 - 2)
+
+
+def test_results_that_are_saved_are_let_go_of() -> None:
+    with collector_off(), CpuMeter() as watch:
+        watch.mark("start")
+        for index in range(3):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            subject = Subject(
+                name=f"{index}",
+                target="softmax",
+                call=torch.softmax,
+                args=(x, -1),
+                kwargs={},
+                differentiable=frozenset({id(x)}),
+                written=frozenset(),
+            )
+            rehearse(subject, watch, Roofline(), timed=False, measured=True)
+        del x, subject
+        watch.mark("stop")
+    assert watch.span("start", "stop").end_bytes == 0
