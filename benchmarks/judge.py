@@ -3,7 +3,9 @@
 python -m benchmarks.judge [MODEL ...] [--precision fp32 bf16]
 
 Zoo x {plain, 80, 60, 50, 40, 30 %, least} x {auto, sqrt_n} x gradients {resident, fresh} x
-{fp32, bfloat16 autocast around the forward}. Errors are of the measured activation peak.
+{fp32, bfloat16 autocast around the forward}. Errors are of the measured activation peak. A cell
+of ``auto`` whose peak is below 90 % of its budget is searched for a cheaper plan that fits, by
+the integer program and by asking for more: one that exists was wasted.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import torch
 from torch import nn
 
 import autockpt
+from autockpt.settings import margin_bytes
 from autockpt.step import Gradients, Measurement
 from benchmarks.common import MB, show
-from solvers import Prediction, simulate
+from solvers import InfeasibleError, Prediction, Problem, simulate, solve
 from tests.zoo import ZOO, Case
 
 BUDGETS = ("plain", "80%", "60%", "50%", "40%", "30%", "least")
@@ -83,7 +86,7 @@ def cells(
     """Yield the cells of one plan: gradients resident and fresh."""
     model = planned(case, budget, solver, bf16=bf16)
     if model is None:
-        yield {**key, **cell(None, None, None)}
+        yield {**key, **cell(None, None, None), "wasted": False}
         return
     handle = model.model.autockpt
     prediction = simulate(handle.problem, handle.plan)
@@ -92,7 +95,24 @@ def cells(
             model, case.args, case.kwargs, loss=case.loss, gradients=gradients
         )
         limit = None if budget == "plain" else handle.report.budget_bytes
-        yield {**key, **cell(prediction, measured, limit)}
+        row = {**key, **cell(prediction, measured, limit), "wasted": False}
+        if limit is not None and solver == "auto" and measured.peak_bytes < 0.9 * limit:
+            row["wasted"] = wasted(handle.problem, prediction.recompute_cost, limit)
+        yield row
+
+
+def wasted(problem: Problem, cost: int, limit: int) -> bool:
+    """Tell whether a plan that fits is found that costs less."""
+    target = limit - margin_bytes(limit, problem.fixed_bytes)
+    asked = [("auto", int(share * target)) for share in (1.0, 1.02, 1.05, 1.1)]
+    for solver, budget_bytes in (*asked, ("ilp", target), ("interval_dp", target)):
+        try:
+            found = simulate(problem, solve(problem, budget_bytes, solver))
+        except InfeasibleError:
+            continue
+        if found.peak_bytes <= target and found.recompute_cost < cost:
+            return True
+    return False
 
 
 def planned(case: Case, budget: str, solver: str, *, bf16: bool) -> Any:
@@ -144,6 +164,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "max error %": f"{max(errors):.4f}",
         "median error %": f"{statistics.median(errors):.4f}",
         "over budget": sum(row["over budget"] for row in measured),
+        "wasted": sum(row["wasted"] for row in measured),
         "worst": " ".join(str(worst[name]) for name in ("model", "precision", "budget", "solver")),
     }
 
