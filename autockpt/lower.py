@@ -124,6 +124,7 @@ class _Table:
                 inputs=arguments,
                 outputs=outputs,
                 saved=tuple(dict.fromkeys(s for s in saved if not self._is_parameter(s))),
+                copied=self._copied(node, facts, arguments),
                 packs=facts.packs,
                 forward_workspace_bytes=facts.forward_workspace_bytes,
                 dropped_workspace_bytes=facts.dropped_workspace_bytes,
@@ -207,6 +208,13 @@ class _Table:
             return hidden[ref.number]
         values = arguments if ref.kind == "argument" else results
         return self.values[values[ref.number]].storage
+
+    def _copied(self, node: fx.Node, facts: OpFacts, arguments: tuple[int, ...]) -> tuple[int, ...]:
+        """Statistics that it writes and saves: its replay works on clones of them."""
+        saved = {arguments[ref.number] for ref in facts.saved if ref.kind == "argument"}
+        written = (a for a in node.meta.get("writes", ()) if a.op == "get_attr")
+        values = dict.fromkeys(self.value_of[argument] for argument in written)
+        return tuple(self.values[value].storage for value in values if value in saved)
 
     def _is_parameter(self, storage: int) -> bool:
         return self.storages[storage].producer is None

@@ -171,13 +171,13 @@ class Frames:
         dying: dict[int, int] = {}
         for i in range(region.start, stop if partial is None else partial + 1):
             level += state_changes.get(i, 0)
-            before = level
-            for s in graph.produced[i]:
+            before = level + sum(nbytes[s] for s in graph.copied[i])
+            for s in (*graph.copied[i], *graph.produced[i]):
                 level += nbytes[s]
                 if s in claims:
                     held.append(s)
                     continue
-                end = max(graph.last_use[s], stretch.get(s, -1))
+                end = max(i, graph.last_use[s], stretch.get(s, -1))
                 if end < stop:
                     dying[end] = dying.get(end, 0) + nbytes[s]
             if i == partial and ops[i].stop_peak_bytes:
@@ -247,7 +247,7 @@ def _claims(graph: Graph, packing: list[int], children: tuple[Frame, ...]) -> di
     for i in packing:
         release = graph.release[i]
         if release is not None:
-            for s in graph.saved[i]:
+            for s in (*graph.saved[i], *graph.copied[i]):
                 claim = (release, AFTER_BACKWARD)
                 claims[s] = min(claim, claims.get(s, claim))
     return claims

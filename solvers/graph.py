@@ -27,6 +27,8 @@ class Graph:
         Per storage, the first op after its producer that reads it; ``size`` if none.
     reads, saved : tuple of tuple of int
         Per op, tracked storages of earlier ops that it reads; tracked storages that it saves.
+    copied : tuple of tuple of int
+        Per op, untracked storages that a replay makes copies of.
     earliest_input : tuple of int
         Per op, the least index of an op that defines one of its inputs, parameters aside; -1
         for what was there before, ``size`` without such inputs.
@@ -52,6 +54,7 @@ class Graph:
     first_read: tuple[int, ...]
     reads: tuple[tuple[int, ...], ...]
     saved: tuple[tuple[int, ...], ...]
+    copied: tuple[tuple[int, ...], ...]
     earliest_input: tuple[int, ...]
     packs: tuple[bool, ...]
     reached: tuple[bool, ...]
@@ -101,6 +104,7 @@ def make_graph(problem: Problem) -> Graph:
         first_read=tuple(first_read),
         reads=reads,
         saved=saved,
+        copied=tuple(op.copied for op in problem.ops),
         earliest_input=_earliest_inputs(problem),
         packs=packs,
         reached=reached,

@@ -274,9 +274,12 @@ class _Instant:
         """Yield what a frame has replayed and at ``now`` holds: claims fall as time goes on."""
         for s in frame.held:
             if frame.claims[s] <= now:
-                by = tuple(i for i in _packing(self.graph, frame) if s in self.graph.saved[i])
+                by = tuple(i for i in _packing(self.graph, frame) if self._keeps(i, s))
                 nbytes = self.graph.nbytes[s]
                 yield Held(storage=s, nbytes=nbytes, why="recomputed", by=by)
+
+    def _keeps(self, op: int, storage: int) -> bool:
+        return storage in self.graph.saved[op] or storage in self.graph.copied[op]
 
     # Replays
 
@@ -325,8 +328,8 @@ class _Instant:
         last = at - 1 if final or partly else at
         stretch = stretched(frame.children)
         for i in range(region.start, last + 1):
-            for s in graph.produced[i]:
-                end = max(graph.last_use[s], stretch.get(s, -1))
+            for s in (*graph.copied[i], *graph.produced[i]):
+                end = max(i, graph.last_use[s], stretch.get(s, -1))
                 if s in frame.claims or end >= at:
                     yield Held(storage=s, nbytes=graph.nbytes[s], why="recomputed", by=(i,))
         state = self.problem.random_state_bytes

@@ -93,6 +93,9 @@ class Op:
         Values read and values defined.
     saved : tuple of int
         Storages that autograd keeps for its backward, parameters and buffers aside.
+    copied : tuple of int
+        Storages from before the step that it writes and saves, running statistics: a replay
+        makes copies of them and holds these for the op's backward.
     packs : bool
         Whether autograd saves anything at all, parameters included: this is what wakes up the
         recomputation of a region, and the last op of a region that packs is where it stops.
@@ -136,6 +139,7 @@ class Op:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
     packs: bool = False
     forward_workspace_bytes: int = 0
     dropped_workspace_bytes: int | None = None
