@@ -234,7 +234,7 @@ def _gradients(
                 continue  # an argument handed on unchanged: nothing happens to its gradient
             source = ~outputs.index(results[source])
         value = arguments[gradient.argument]
-        found.append(Gradient(value=value, source=source, dense=gradient.dense))
+        found.append(Gradient(value=value, source=source, dense=gradient.dense, view=gradient.view))
     return tuple(found)
 
 

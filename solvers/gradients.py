@@ -72,7 +72,7 @@ class _Engine:
     wanted: list[bool]
     missing: list[int]
     flight: _Flight = field(default_factory=_Flight)
-    held: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    held: dict[int, tuple[int, bool, bool]] = field(default_factory=dict)
 
     def run_backward(self, index: int) -> tuple[int, int]:
         """Allocate and deliver what op ``index`` gives; return both levels at its instant."""
@@ -83,51 +83,52 @@ class _Engine:
         of_outputs = [self.held.pop(v, None) for v in op.outputs]
         deliveries = []
         for gradient in op.gradients:
-            dense = gradient.dense
+            dense, view = gradient.dense, gradient.view
             if gradient.source >= 0:
                 storage = own[gradient.source]
             else:
                 of_output = of_outputs[~gradient.source]
                 if of_output is None:
                     continue
-                storage, handed_dense = of_output
+                storage, handed_dense, handed_view = of_output
                 dense = dense and handed_dense
+                view = view or handed_view
             flight.references[storage] += 1
-            deliveries.append((gradient.value, storage, dense))
+            deliveries.append((gradient.value, storage, dense, view))
         for storage in own:
             flight.drop(storage)
         for of_output in of_outputs:
             if of_output is not None:
                 flight.drop(of_output[0])
         flight.restart()
-        for value, storage, dense in deliveries:
-            self._deliver(value, storage, dense)
-        for value in dict.fromkeys(value for value, _, _ in deliveries):
+        for value, storage, dense, view in deliveries:
+            self._deliver(value, storage, dense, view)
+        for value in dict.fromkeys(value for value, *_ in deliveries):
             if self.problem.values[value].leaf and not self.missing[value]:
                 self._accumulate(value)
         return instant
 
-    def _deliver(self, value: int, storage: int, dense: bool) -> None:
+    def _deliver(self, value: int, storage: int, dense: bool, view: bool) -> None:
         flight = self.flight
         self.missing[value] -= 1
         if not self.wanted[value]:
             flight.drop(storage)
             return
         if value not in self.held:
-            self.held[value] = (storage, dense)
+            self.held[value] = (storage, dense, view)
             return
-        earlier, earlier_dense = self.held[value]
-        if earlier_dense and flight.references[earlier] == 1:
+        earlier, earlier_dense, earlier_view = self.held[value]
+        if earlier_dense and not earlier_view and flight.references[earlier] == 1:
             flight.drop(storage)
             return
         total = flight.allocate(self.problem.values[value].gradient_bytes)
         flight.drop(earlier)
         flight.drop(storage)
-        self.held[value] = (total, True)
+        self.held[value] = (total, True, False)
 
     def _accumulate(self, value: int) -> None:
         """Hand a leaf's finished gradient to ``.grad``."""
-        storage, dense = self.held.pop(value)
+        storage, dense, _ = self.held.pop(value)
         flight = self.flight
         if dense and flight.references[storage] == 1:
             flight.references[storage] = 0
@@ -157,7 +158,7 @@ def gradient_flows(problem: Problem, graph: Graph) -> tuple[GradientFlow, Gradie
     )
     flight = engine.flight
     seed = flight.allocate(problem.values[problem.loss].gradient_bytes)
-    engine.held[problem.loss] = (seed, True)
+    engine.held[problem.loss] = (seed, True, False)
     # loss.backward() holds the gradient that it starts from to the end.
     flight.references[seed] += 1
     empty = [0] * graph.size

@@ -70,11 +70,14 @@ class Gradient:
     dense : bool
         Whether autograd may accumulate into it in place (it does when it also holds the only
         reference).
+    view : bool
+        Whether it is a view: autograd never adds into one, as its base is alive.
     """
 
     value: int
     source: int
     dense: bool = True
+    view: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

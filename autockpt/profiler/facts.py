@@ -45,6 +45,7 @@ class ArgumentGradient:
     argument: int
     source: Ref
     dense: bool
+    view: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -417,9 +417,14 @@ def _logged_backward(
         if storage_of(gradient) not in storages:
             storages[storage_of(gradient)] = Ref("hidden", len(fresh))
             fresh.append(storage_bytes(gradient))
-        dense = is_dense(gradient)
-        source = storages[storage_of(gradient)]
-        gradients.append(ArgumentGradient(argument=argument, source=source, dense=dense))
+        gradients.append(
+            ArgumentGradient(
+                argument=argument,
+                source=storages[storage_of(gradient)],
+                dense=is_dense(gradient),
+                view=gradient._is_view(),
+            )
+        )
     return tuple(fresh), tuple(gradients), log.tally.flops
 
 

@@ -83,3 +83,13 @@ def test_layouts_that_are_not_known_are_taken_to_be_those_of_the_values(
     blind = simulate(lower(capture, profile(capture, module, (x,), {}, cost="roofline")), Plan())
     # Linear's backward copies an expanded gradient, which is as large as its output.
     assert 0.9 < (known.peak_bytes - blind.peak_bytes) / (ROWS * WIDTH * 4) <= 1
+
+
+def test_autograd_does_not_add_into_views() -> None:
+    linear, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(WIDTH // 2, WIDTH)
+    shared = nn.Sequential(*[layer for _ in range(3) for layer in (linear, nn.Tanh())])
+    capture, recorded = record(shared, (x,), {}, torch.sum)
+    facts = profile(capture, shared, (x,), {}, closures=recorded.closures, cost="roofline")
+    predicted = simulate(lower(capture, facts), Plan())
+    # The gradient of a weight is the transpose of a product: three are alive at once.
+    assert predicted.resident_peak_bytes == measure(shared, (x,), loss=torch.sum).peak_bytes
