@@ -13,12 +13,14 @@ from autockpt.errors import (
 from autockpt.holding import profile
 from autockpt.step import measure
 from autockpt.verify import verify
+from solvers import Plan
 
 __all__ = [
     "BudgetError",
     "CaptureError",
     "InfeasibleError",
     "NoPlanFoundError",
+    "Plan",
     "PlanError",
     "ProfileError",
     "compare",

@@ -201,6 +201,8 @@ def compare(
     Raises
     ------
     CaptureError, ProfileError, BudgetError
+    TypeError
+        If budgets or solvers are a string, which would be read letter by letter.
     ValueError
         If there is no such solver.
 
@@ -217,6 +219,10 @@ def compare(
     >>> [entry.solver for entry in found.entries]
     ['plain', 'a block a region', 'every_k', 'auto', 'every_k', 'auto']
     """
+    if isinstance(budgets, str):
+        raise TypeError(f"budgets={budgets!r} is one budget: write budgets=({budgets!r},).")
+    if isinstance(solvers, str):
+        raise TypeError(f"solvers={solvers!r} is one solver: write solvers=({solvers!r},).")
     unknown = [name for name in solvers if name not in SOLVERS]
     if unknown:
         raise ValueError(f"There is no solver {unknown[0]!r}. Use some of {', '.join(SOLVERS)}.")

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
 from autockpt.errors import (
+    BudgetError,
     CaptureError,
     InfeasibleError,
     NoPlanFoundError,
@@ -244,6 +245,13 @@ def choose_plan(
         The given plan, or the user's solver, is wrong.
     """
     whole = budget.peak_bytes - settings.reserve
+    if settings.reserve and whole < problem.fixed_bytes:
+        raise BudgetError(
+            f"reserve={settings.reserve} ({format_bytes(settings.reserve)}) leaves "
+            f"{format_bytes(max(0, whole))} of {budget}, and "
+            f"{format_bytes(problem.fixed_bytes, round_up=True)} are fixed (parameters, gradients, "
+            f"buffers, batch). Reserve less or raise memory_budget."
+        )
     # The plain step keeps no margin, as there is no plan that would need less.
     target = whole - margin_bytes(budget.peak_bytes, problem.fixed_bytes)
     if known.given is not None:
@@ -259,7 +267,7 @@ def choose_plan(
                 problem, target, settings.solver, seconds=settings.solve_seconds, progress=say
             )
     except InfeasibleError as error:
-        raise _with_margin(error, settings, problem, budget) from error
+        raise _with_margin(error, settings, problem, budget, plain) from error
     except (PlanError, CaptureError):
         raise
     except Exception as error:
@@ -311,7 +319,11 @@ def random_ops(problem: Problem) -> frozenset[int]:
 
 
 def _with_margin(
-    error: InfeasibleError, settings: Settings, problem: Problem, budget: Budget
+    error: InfeasibleError,
+    settings: Settings,
+    problem: Problem,
+    budget: Budget,
+    plain: Prediction,
 ) -> InfeasibleError:
     """Say the same of the budget that the user gave: margin and reserve come on top."""
     if error.minimum_bytes is None:
@@ -321,10 +333,12 @@ def _with_margin(
     where = f", at {error.op}" if error.op else ""
     reserve = f" and {format_bytes(settings.reserve)} of reserve" if settings.reserve else ""
     margin = least - settings.reserve - error.minimum_bytes
+    share = -(-100 * (least - problem.fixed_bytes) // plain.activation_peak_bytes)
+    percent = f', "{share}%"' if budget.text.endswith("%") and share <= 100 else ""
     return type(error)(
         f"{said} {budget}: the least peak found is "
         f"{format_bytes(error.minimum_bytes, round_up=True)}{where}. Raise memory_budget to "
-        f"{format_bytes(least, round_up=True)} ({least} bytes: {format_bytes(margin)} of "
+        f"{format_bytes(least, round_up=True)} ({least} bytes{percent}; {format_bytes(margin)} of "
         f"margin{reserve} included) or shrink the batch.",
         budget_bytes=budget.peak_bytes,
         minimum_bytes=least,

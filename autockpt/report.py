@@ -256,7 +256,8 @@ def _peak_op(problem: Problem, prediction: Prediction) -> str:
     source = f", {file_and_line(op.source)}" if op.source else ""
     fresh = prediction.fresh_peak_bytes > prediction.resident_peak_bytes
     gradients = "fresh" if fresh else "resident"
-    return f"{op.module or op.name} ({prediction.peak_phase}{source}, gradients {gradients})"
+    where = op.module or op.target or op.name
+    return f"{where} ({prediction.peak_phase}{source}, gradients {gradients})"
 
 
 # Rows

@@ -85,6 +85,8 @@ class Verification:
         return Group(table, *self._verdicts())
 
     def _verdicts(self) -> Iterator[str]:
+        if self.predicted_peak_bytes is None:
+            yield "The second model was not made by autockpt.optimize."
         if self.same_bits:
             yield f"All {self.compared} things compared are equal to the bit."
         else:

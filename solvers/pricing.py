@@ -90,7 +90,8 @@ def describe_op(op: Op) -> str:
     "'blocks.3.attn' (modeling.py:251)"
     """
     source = op.source.rsplit("/", 1)[-1]
-    return f"{op.module or op.name!r}" if not source else f"{(op.module or op.name)!r} ({source})"
+    where = op.module or op.target or op.name
+    return f"{where!r} ({source})" if source else repr(where)
 
 
 def format_bytes(nbytes: int, *, up: bool = False) -> str:

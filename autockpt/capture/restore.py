@@ -18,7 +18,9 @@ from autockpt.errors import CaptureError
 
 _ADVICE = (
     "Such a forward cannot be replayed: move the change out of the forward "
-    "(a forward may write tensors in place, such as buffers, and leave results in attributes)."
+    "(a forward may write tensors in place, such as buffers, and leave results in attributes). "
+    "Forward hooks of submodules count as part of it: remove one that fills a list or a dict, or "
+    "let it write to an attribute of its module."
 )
 
 

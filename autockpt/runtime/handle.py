@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from autockpt.units import Budget
 from solvers.plan import Plan
 from solvers.problem import Problem
 
-MAX_ENTRIES = 16
+MAX_ENTRIES = 64
 MAX_IDLE_MISSES = 3
 
 
@@ -62,6 +63,7 @@ class Handle:
         # The entry used last comes first. Replaced, never changed: readers take no lock.
         self._entries: tuple[Entry, ...] = ()
         self._idle_misses = 0
+        self._evicted = False
         self._lock = threading.RLock()
 
     @property
@@ -149,6 +151,15 @@ class Handle:
                 checked=frozenset(e.step.capture.signature for e in self._entries),
             )
             entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
+            if len(self._entries) == MAX_ENTRIES and not self._evicted:
+                self._evicted = True
+                warnings.warn(
+                    f"This model has been called in more than {MAX_ENTRIES} different ways "
+                    f"(shapes, modes, arguments): the ones used longest ago are recorded again "
+                    f"when they come back, which takes far longer than a step. Pad or bucket "
+                    f"the batches to fewer shapes.",
+                    stacklevel=2,
+                )
             self._entries = (entry, *self._entries)[:MAX_ENTRIES]
             self._budget = self._budget or entry.step.budget
             self._given = None

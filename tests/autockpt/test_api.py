@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -321,3 +322,20 @@ def test_auto_is_the_default(net: Net) -> None:
 
 def test_settings_are_checked_where_they_are_made() -> None:
     Settings(memory_budget="6GiB").check()
+
+
+def test_a_reserve_that_leaves_less_than_what_is_fixed_is_said_to() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    with pytest.raises(autockpt.BudgetError, match=r"reserve=1000000000 .*leaves 0 B of .*fixed"):
+        autockpt.optimize(
+            model, (torch.ones(256, 64),), memory_budget="60%", reserve=10**9, cost="roofline"
+        )
+
+
+def test_a_share_that_is_too_small_is_answered_with_a_share() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    batch = (torch.ones(4096, 64),)
+    with pytest.raises(autockpt.InfeasibleError, match=r'"\d+%"') as caught:
+        autockpt.optimize(model, batch, memory_budget="5%", cost="roofline")
+    (share,) = re.findall(r'"(\d+%)"', str(caught.value))
+    assert autockpt.optimize(model, batch, memory_budget=share, cost="roofline").autockpt.plan

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import autockpt
 from autockpt import compare
 from solvers import SOLVERS
 from tests.zoo import gpt2
@@ -61,3 +64,11 @@ def test_a_solver_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="no solver 'magic'"):
         compare(case.model, case.args, case.kwargs, solvers=("magic",))
     assert "magic" not in SOLVERS
+
+
+def test_one_budget_or_solver_is_not_read_letter_by_letter() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=r"budgets='50%' is one budget"):
+        autockpt.compare(model, (torch.ones(2, 4),), budgets="50%")
+    with pytest.raises(TypeError, match=r"solvers='auto' is one solver"):
+        autockpt.compare(model, (torch.ones(2, 4),), solvers="auto")

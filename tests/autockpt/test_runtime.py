@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt.errors import CaptureError
-from autockpt.runtime.handle import MAX_ENTRIES
+from autockpt.runtime import handle
 from autockpt.runtime.swap import is_optimized
 from tests import zoo
 from tests.helpers import assert_same_bits, buffers_restored, recomputed_calls, run_case, run_step
@@ -283,11 +284,19 @@ def test_a_share_is_one_of_the_step_at_hand(net: Net) -> None:
     assert optimized.autockpt.plan.regions == ()
 
 
-def test_the_cache_is_bounded(net: Net) -> None:
+def test_the_cache_is_bounded_and_says_once_when_it_is_full(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "MAX_ENTRIES", 3)
     optimized = planned(net)
-    for rows in range(64, 64 + MAX_ENTRIES + 3):
-        optimized(batch(rows)).sum().backward()
-    assert len(optimized.autockpt._entries) == MAX_ENTRIES
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for rows in range(64, 70):
+            optimized(batch(rows)).sum().backward()
+    (said,) = [str(warning.message) for warning in seen if "different ways" in str(warning.message)]
+    assert "more than 3 different ways" in said
+    assert "Pad or bucket" in said
+    assert len(optimized.autockpt._entries) == 3
 
 
 def test_other_arguments_are_another_step(net: Net) -> None:
