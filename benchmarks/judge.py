@@ -96,7 +96,8 @@ def cells(
         )
         limit = None if budget == "plain" else handle.report.budget_bytes
         row = {**key, **cell(prediction, measured, limit), "wasted": False}
-        if limit is not None and solver == "auto" and measured.peak_bytes < 0.9 * limit:
+        # The budget holds for both ways of training: the higher of the two peaks uses it.
+        if limit is not None and solver == "auto" and prediction.peak_bytes < 0.9 * limit:
             row["wasted"] = wasted(handle.problem, prediction.recompute_cost, limit)
         yield row
 
