@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,12 +55,15 @@ class Known:
         never less than it was then: a last small batch needs no more recomputation.
     checked : frozenset of str
         Signatures of captures that were found equal to the model's forward.
+    forms : mapping
+        From signature to ``Profile.gradient_forms``.
     """
 
     given: Plan | None = None
     plans: tuple[Plan, ...] = ()
     budget: Budget | None = None
     checked: frozenset[str] = field(default=frozenset())
+    forms: Mapping[str, dict[int, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Step:
     plan: Plan
     program: Program
     report: Report
+    gradient_forms: dict[int, Any] | None
 
 
 def plan_step(
@@ -109,7 +113,15 @@ def plan_step(
                 check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
         closures = recorded.closures
         with _enough_memory("the ops of the forward were measured"):
-            profiled = profile(capture, model, args, kwargs, cost=settings.cost, closures=closures)
+            profiled = profile(
+                capture,
+                model,
+                args,
+                kwargs,
+                cost=settings.cost,
+                closures=closures,
+                forms=known.forms.get(capture.signature),
+            )
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
     budget = resolve_budget(settings, problem, plain)
@@ -128,7 +140,13 @@ def plan_step(
         notes=capture.notes,
     )
     return Step(
-        capture=capture, problem=problem, budget=budget, plan=plan, program=program, report=report
+        capture=capture,
+        problem=problem,
+        budget=budget,
+        plan=plan,
+        program=program,
+        report=report,
+        gradient_forms=profiled.gradient_forms,
     )
 
 

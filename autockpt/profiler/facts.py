@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
@@ -106,6 +106,9 @@ class Profile:
     unpacked : dict
         From a node that takes one tensor out of a call's several results to that call's node
         and the number of the tensor among its results.
+    gradient_forms : dict or None
+        How gradients lie in memory, sizes aside; see ``layouts.Forms``. None if that depends on
+        the sizes.
     parameter_bytes, buffer_bytes, batch_bytes, gradient_bytes : int
         Fixed bytes, counted per storage.
     distinct_ops : int
@@ -115,6 +118,7 @@ class Profile:
     facts: dict[fx.Node, OpFacts]
     externals: dict[fx.Node, External]
     unpacked: dict[fx.Node, tuple[fx.Node, int]]
+    gradient_forms: dict[int, Any] | None
     parameter_bytes: int
     buffer_bytes: int
     batch_bytes: int

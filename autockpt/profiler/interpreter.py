@@ -23,7 +23,7 @@ from autockpt.errors import ProfileError
 from autockpt.meters import Meter, NullMeter, collector_off, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model
 from autockpt.profiler.facts import External, OpFacts, Profile
-from autockpt.profiler.layouts import gradient_layouts
+from autockpt.profiler.layouts import Forms, forms_of, gradient_layouts, layouts_of
 from autockpt.profiler.rehearse import (
     Layout,
     Rehearsal,
@@ -43,6 +43,7 @@ def profile(
     kwargs: dict[str, Any],
     *,
     closures: Mapping[str, torch.Tensor] | None = None,
+    forms: Forms | None = None,
     cost: CostChoice = "time",
 ) -> Profile:
     """Measure every distinct op of a captured step.
@@ -56,6 +57,8 @@ def profile(
         The batch that was captured.
     closures : mapping, optional
         ``Recorded.closures``: tensors that the loss outside the model holds.
+    forms : dict, optional
+        ``Profile.gradient_forms`` of the same calls on other shapes: spares a pass over the step.
     cost : {"time", "roofline"} or callable
         What an op costs, see ``autockpt.profiler.cost``.
 
@@ -76,7 +79,12 @@ def profile(
     with untraced(model, args, kwargs) as trace:
         runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
         runner.closures.update(closures or {})
-        runner.layouts.update(gradient_layouts(capture, model, inputs, runner.closures))
+        if forms is None:
+            layouts = gradient_layouts(capture, model, inputs, runner.closures)
+            forms = forms_of(capture, layouts)
+        else:
+            layouts = layouts_of(capture, forms)
+        runner.layouts.update(layouts)
         with collector_off(), watch:
             runner.run(*inputs)
     externals = runner.externals
@@ -84,6 +92,7 @@ def profile(
         facts={node: rehearsal.finish(watch) for node, rehearsal in runner.rehearsals.items()},
         externals=externals,
         unpacked=runner.unpacked,
+        gradient_forms=forms,
         distinct_ops=len(runner.known),
         device_type=device.type,
         **fixed_bytes(model, inputs),

@@ -149,6 +149,11 @@ class Handle:
                 ),
                 budget=self._budget,
                 checked=frozenset(e.step.capture.signature for e in self._entries),
+                forms={
+                    e.step.capture.signature: e.step.gradient_forms
+                    for e in self._entries
+                    if e.step.gradient_forms is not None
+                },
             )
             entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
             if len(self._entries) == MAX_ENTRIES and not self._evicted:

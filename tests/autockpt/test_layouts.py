@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autockpt.capture import record
 from autockpt.lower import lower
 from autockpt.profiler import interpreter, profile
-from autockpt.profiler.layouts import gradient_layouts
+from autockpt.profiler.layouts import forms_of, gradient_layouts
 from autockpt.step import measure
 from solvers.plan import Plan
 from solvers.simulate import simulate
@@ -93,3 +93,33 @@ def test_autograd_does_not_add_into_views() -> None:
     predicted = simulate(lower(capture, facts), Plan())
     # The gradient of a weight is the transpose of a product: three are alive at once.
     assert predicted.resident_peak_bytes == measure(shared, (x,), loss=torch.sum).peak_bytes
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_forms_of_one_shape_serve_another(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model(nn.GELU())
+    x, more = torch.randn(ROWS, WIDTH), torch.randn(2 * ROWS + 5, WIDTH)
+    capture, recorded = record(module, (x,), {}, LOSSES[loss])
+    forms = profile(
+        capture, module, (x,), {}, closures=recorded.closures, cost="roofline"
+    ).gradient_forms
+    assert forms
+
+    def no_pass(*_: Any) -> None:
+        raise AssertionError("the step was run on fake tensors again")
+
+    monkeypatch.setattr(interpreter, "gradient_layouts", no_pass)
+    capture, recorded = record(module, (more,), {}, LOSSES[loss])
+    facts = profile(
+        capture, module, (more,), {}, closures=recorded.closures, forms=forms, cost="roofline"
+    )
+    measured = measure(module, (more,), loss=LOSSES[loss])
+    assert simulate(lower(capture, facts), Plan()).resident_peak_bytes == measured.peak_bytes
+
+
+def test_a_layout_with_gaps_is_not_carried_to_other_shapes() -> None:
+    module, x = model(nn.Identity()), torch.randn(ROWS, WIDTH)
+    capture, _ = record(module, (x,), {}, torch.sum)
+    node = next(node for node in capture.graph.nodes if node.name == "linear_2")
+    assert forms_of(capture, {node: ((2 * WIDTH, 1),)}) is None
+    assert forms_of(capture, {node: ((1, ROWS),)}) is not None
