@@ -189,7 +189,8 @@ def profile(
     >>> found = profile(model, (torch.ones(4096, 64),))
     >>> [(row.saved_by, row.module, row.made_by) for row in found.rows[:1]]
     [(('torch.nn.functional.gelu',), '1', 'torch.nn.functional.linear')]
-    >>> found.activation_bytes - found.gradient_bytes == sum(row.nbytes for row in found.rows)
+    >>> rest = found.gradient_bytes + found.workspace_bytes
+    >>> found.activation_bytes == rest + sum(row.nbytes for row in found.rows)
     True
     """
     if not isinstance(model, nn.Module):

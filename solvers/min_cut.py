@@ -85,7 +85,12 @@ def candidates(replay: Replay) -> Iterator[tuple[Region, ...]]:
         rate = middle * _SPREAD ** (2 * k / (_RATES - 1) - 1)
         kept, again = _cut(replay, rate)
         for part in _PARTS:
-            regions = tuple(_regions(replay, kept, again, sum(made) // part, splits))
+            regions = tuple(
+                region
+                for region in _regions(replay, kept, again, sum(made) // part, splits)
+                # Moving an edge out of a stretch that writes in place may have taken one in.
+                if not any(op.pinned for op in replay.problem.ops[region.start : region.stop])
+            )
             if regions not in seen:
                 seen.add(regions)
                 yield regions
