@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
+from autockpt.holding import MemoryProfile, describe
 from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
@@ -131,6 +132,28 @@ def optimize(
     return optimized
 
 
+class MinimumBudget(int):
+    """Bytes, as an int, and what holds them.
+
+    Attributes
+    ----------
+    holding : MemoryProfile
+        What is alive at the peak of the least plan, largest first: where to save.
+    """
+
+    holding: MemoryProfile
+
+    def __new__(cls, nbytes: int, holding: MemoryProfile) -> MinimumBudget:
+        """Make the int, with its attribute."""
+        self = super().__new__(cls, nbytes)
+        self.holding = holding
+        return self
+
+    def __getnewargs__(self) -> tuple[int, MemoryProfile]:  # type: ignore[override]
+        """Copy and pickle with the attribute."""
+        return int(self), self.holding
+
+
 def minimum_budget(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -138,7 +161,7 @@ def minimum_budget(
     *,
     loss: Loss | None = None,
     reserve: int = 0,
-) -> int:
+) -> MinimumBudget:
     """Give the least ``memory_budget``, in bytes, for which ``optimize`` finds a plan.
 
     Parameters
@@ -148,17 +171,27 @@ def minimum_budget(
 
     Returns
     -------
-    int
-        Bytes, fixed bytes, margin and reserve included.
+    MinimumBudget
+        An int: bytes, fixed bytes, margin and reserve included. Its ``holding`` says what is
+        alive at that peak, who saved it and where.
+
+    Examples
+    --------
+    >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    >>> least = minimum_budget(nn.Sequential(*layers), (torch.ones(4096, 64),))
+    >>> least >= least.holding.peak_bytes
+    True
     """
     check_loss_argument(loss)
     check_reserve(reserve)
     _check_model(model)
     batch = _check_batch(args, kwargs)
     clone = release(clone_module(model))
-    _, problem = lower_step(clone, *batch, loss)
-    least_peak_bytes = simulate(problem, least_peak(problem)).peak_bytes
-    return budget_for(least_peak_bytes, problem.fixed_bytes, reserve)
+    capture, problem = lower_step(clone, *batch, loss)
+    plan = least_peak(problem)
+    least_peak_bytes = simulate(problem, plan).peak_bytes
+    nbytes = budget_for(least_peak_bytes, problem.fixed_bytes, reserve)
+    return MinimumBudget(nbytes, describe(problem, plan, capture))
 
 
 def _check_model(model: object) -> None:

@@ -339,3 +339,18 @@ def test_a_share_that_is_too_small_is_answered_with_a_share() -> None:
         autockpt.optimize(model, batch, memory_budget="5%", cost="roofline")
     (share,) = re.findall(r'"(\d+%)"', str(caught.value))
     assert autockpt.optimize(model, batch, memory_budget=share, cost="roofline").autockpt.plan
+
+
+def test_the_least_budget_names_its_culprits() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+    least = autockpt.minimum_budget(model, (torch.ones(4096, 64),))
+    holding = least.holding
+    assert holding.peak_bytes < least == int(least)
+    rest = holding.fixed_bytes + holding.gradient_bytes + holding.workspace_bytes
+    assert holding.peak_bytes == rest + sum(row.nbytes for row in holding.rows)
+    assert holding.regions > 0
+    assert holding.source.startswith("module.py") or "test_api.py" in holding.source
+    again = copy.deepcopy(least)
+    assert (again, again.holding.peak_bytes) == (least, holding.peak_bytes)
+    planned = autockpt.optimize(model, (torch.ones(4096, 64),), memory_budget=least)
+    assert planned.autockpt.report.peak_bytes <= least
