@@ -17,7 +17,7 @@ from torch import nn
 import autockpt
 from tests.zoo import Case, CrossEntropy, Denoising, _case, _padding_mask, _tokens
 
-TOLERANCE = 0.02
+TOLERANCE = 0.002
 TEXT = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 WIDE = {"intermediate_size": 192, "max_position_embeddings": 256}
 
