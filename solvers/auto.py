@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from solvers import every_k, exhaustive, ilp, rotor
+from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import best_flat, search_of
@@ -65,6 +65,8 @@ def solve(
     Deterministic as long as the limit is not hit. Near linear in the number of ops for models
     that repeat a block.
     """
+    if problem.spans is not None:
+        return modules.solve(problem, budget_bytes, seconds=seconds, progress=progress)
     search = _Search(replay_of(problem), budget_bytes, Deadline.after(seconds), progress)
     if search.replay.price(())[0] <= budget_bytes:
         return priced(problem, (), "auto", budget_bytes, search.started, "optimal")

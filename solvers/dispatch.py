@@ -102,6 +102,8 @@ def solve(
     """
     if solver == "auto":
         return auto.solve(problem, budget_bytes, seconds=seconds, progress=progress)
+    if isinstance(solver, str) and solver in SOLVERS and problem.spans is not None:
+        return _over_modules(problem, budget_bytes, solver)
     if solver == "ilp" and seconds is not None:
         return ilp.solve(problem, budget_bytes, seconds=seconds)
     if isinstance(solver, str) and solver in SOLVERS:
@@ -112,6 +114,15 @@ def solve(
             f"(problem, budget_bytes) -> Plan."
         )
     return _checked(problem, budget_bytes, solver)
+
+
+def _over_modules(problem: Problem, budget_bytes: int, solver: str) -> Plan:
+    if solver != "none":
+        raise PlanError(
+            f"solver={solver!r} plans runs of calls, and here regions are calls of modules "
+            f"(Problem.spans). Use 'auto', 'none', or a callable (problem, budget_bytes) -> Plan."
+        )
+    return none.solve(problem, budget_bytes)
 
 
 def _checked(problem: Problem, budget_bytes: int, solver: Solver) -> Plan:

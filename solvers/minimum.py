@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from solvers import modules
 from solvers.bounds import peak_bound
 from solvers.every_k import candidates
 from solvers.interval_search import best_flat
@@ -38,6 +39,8 @@ def least_peak(problem: Problem) -> Plan:
     Halves the interval between the bound and the best known until a fiftieth of the
     activation peak is left.
     """
+    if problem.spans is not None:
+        return modules.least_peak(problem)
     started = time.perf_counter()
     replay = replay_of(problem)
     if replay.least is None:

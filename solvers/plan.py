@@ -18,11 +18,13 @@ class Region:
     """A run of consecutive ops, ``start <= i < stop``, executed under ``checkpoint``.
 
     ``children`` are regions inside it: disjoint, in order, each smaller than the parent.
+    ``module`` is the ``Span.name`` of a region that is a call of a module.
     """
 
     start: int
     stop: int
     children: tuple[Region, ...] = ()
+    module: str = ""
 
     def walk(self) -> Iterator[Region]:
         """Yield this region and all inside it, outermost first."""
@@ -106,11 +108,30 @@ class Plan:
                 f"{self.signature}, this model's has {problem.signature}. Plan again."
             )
         _check_regions(self.regions, 0, len(problem.ops), problem)
+        _check_spans(self, problem)
 
 
 def _region(entry: dict[str, Any]) -> Region:
     children = tuple(_region(child) for child in entry.get("children", ()))
-    return Region(start=int(entry["start"]), stop=int(entry["stop"]), children=children)
+    return Region(
+        start=int(entry["start"]),
+        stop=int(entry["stop"]),
+        children=children,
+        module=str(entry.get("module", "")),
+    )
+
+
+def _check_spans(plan: Plan, problem: Problem) -> None:
+    if problem.spans is None:
+        return
+    allowed = {(span.start, span.stop, span.name) for span in problem.spans}
+    for region in plan.walk():
+        if (region.start, region.stop, region.module) not in allowed:
+            named = f" of {region.module!r}" if region.module else ""
+            raise PlanError(
+                f"region [{region.start}, {region.stop}){named} is no call of a module that may "
+                f"run again: with emit='modules' a region is one of Problem.spans."
+            )
 
 
 def _check_regions(regions: tuple[Region, ...], low: int, high: int, problem: Problem) -> None:

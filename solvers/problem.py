@@ -169,6 +169,22 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One call of a module: the ops ``start <= i < stop`` ran inside it.
+
+    Attributes
+    ----------
+    name : str
+        Dotted path of the module; ``"layers.3:1"`` for its second call in the step.
+    start, stop : int
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One training step as a graph of ops, values and storages.
 
@@ -195,6 +211,10 @@ class Problem:
     signature : str
         Digest of the stream of calls, shapes aside: a plan carries over between problems of
         one signature.
+    spans : tuple of Span or None
+        Where the model's own Python runs, regions are calls of modules: these are the only
+        ones allowed, outer ones before those inside them; they nest and never cross. None:
+        any run of ops.
     """
 
     ops: tuple[Op, ...]
@@ -210,6 +230,7 @@ class Problem:
     forward_held: tuple[int, ...] = ()
     random_state_bytes: int = 0
     signature: str = ""
+    spans: tuple[Span, ...] | None = None
 
     @property
     def fixed_bytes(self) -> int:
