@@ -13,7 +13,7 @@ from solvers.programs import run_program
 from solvers.replay import Replay, replay_of
 from solvers.step import NOTHING
 
-_INSTANTS = 6
+_INSTANTS = 16
 _SLACK = 1e-6
 
 
@@ -82,8 +82,8 @@ def bound(problem: Problem, budget_bytes: int) -> int:
     At an instant of backward only so many bytes are alive; of what the ops still to come saved,
     everything else must be made again, and so must what its producers need and lack. As a
     linear program (a storage is kept, an op runs again, each between 0 and 1) that is a bound;
-    the largest over the loss and a few instants of backward is returned. An op whose own saved
-    tensor alone is wanted is charged its ``stop_cost``.
+    the largest over the loss and the instants of backward that leave least room is returned. An
+    op whose own saved tensor alone is wanted is charged its ``stop_cost``.
     """
     replay = replay_of(problem)
     least = peak_bound(problem)
@@ -95,22 +95,40 @@ def bound(problem: Problem, budget_bytes: int) -> int:
         )
     if replay.price(())[0] <= budget_bytes:
         return 0
-    reached = [i for i in range(replay.graph.size) if replay.graph.reached[i]]
-    instants = {reached[len(reached) * k // _INSTANTS] for k in range(1, _INSTANTS)}
-    costs = [
-        _cost_at(replay, budget_bytes, instant)
-        for instant in (replay.graph.size, *sorted(instants))
-    ]
-    return max(costs)
+    return max(_cost_at(replay, budget_bytes, instant) for instant in _instants(replay))
+
+
+def _instants(replay: Replay) -> list[int]:
+    """Return the loss and the instants of backward that leave less room than all before them.
+
+    Backward goes on with less to make again, so an instant with no less room than an earlier
+    one gives no more. Where there are many, those that take most room are left out last.
+    """
+    graph = replay.graph
+    top = _load(replay, graph.size)
+    found = [(top, graph.size)]
+    for i in range(graph.size - 1, -1, -1):
+        if graph.reached[i] and (load := _load(replay, i)) > top:
+            top = load
+            found.append((load, i))
+    step = -(-len(found) // _INSTANTS)
+    return [instant for _, instant in found[::-1][::step]]
+
+
+def _load(replay: Replay, instant: int) -> int:
+    """Return the bytes that are alive at an instant whatever is kept."""
+    graph = replay.graph
+    alive = set(graph.saved[instant]) if instant < graph.size else set()
+    held = alive | set(graph.outputs)
+    return _level(replay, instant) + sum(graph.nbytes[s] for s in held)
 
 
 def _cost_at(replay: Replay, budget_bytes: int, instant: int) -> int:
     """Solve the linear program at the backward of op ``instant``; at the loss if past all."""
     graph, ops = replay.graph, replay.problem.ops
     alive = set(graph.saved[instant]) if instant < graph.size else set()
-    room = budget_bytes - _level(replay, instant)
+    room = budget_bytes - _load(replay, instant)
     held = alive | set(graph.outputs)
-    room -= sum(graph.nbytes[s] for s in held)
     if room < 0:
         return 0
     model = pulp.LpProblem("bound", pulp.LpMinimize)
