@@ -9,6 +9,7 @@ from autockpt.errors import (
     NoPlanFoundError,
     PlanError,
     ProfileError,
+    RecomputationError,
 )
 from autockpt.holding import profile
 from autockpt.step import measure
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProfileError",
+    "RecomputationError",
     "compare",
     "measure",
     "minimum_budget",

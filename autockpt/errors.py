@@ -11,6 +11,7 @@ __all__ = [
     "NoPlanFoundError",
     "PlanError",
     "ProfileError",
+    "RecomputationError",
 ]
 
 
@@ -24,3 +25,7 @@ class CaptureError(RuntimeError):
 
 class ProfileError(RuntimeError):
     """An op could not be measured; the message names it and the way out."""
+
+
+class RecomputationError(RuntimeError):
+    """A region did not compute in backward what it computed in forward; the message says which."""

@@ -192,8 +192,7 @@ class Emitter:
         inside = range(scope.start, scope.stop)
         arguments.append("use_reentrant=False")
         arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
-        if any(written_statistics(self._ops[i]) for i in inside):
-            arguments.append("**once()")
+        arguments.append(f"**guarded({name}, self)")
         call = f"checkpoint({', '.join(arguments)})"
         if not scope.returns:
             return call

@@ -20,9 +20,10 @@ from autockpt.capture.captured import Capture
 from autockpt.capture.guards import expect
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
+from autockpt.rewrite.guarded import Facts, guarded, place_of
 from autockpt.rewrite.names import common_prefix, region_name, unique
 from autockpt.rewrite.scopes import Scope, is_live_read, scopes
-from autockpt.rewrite.statistics import once, statistic
+from autockpt.rewrite.statistics import statistic, written_statistics
 from solvers.plan import Plan
 
 HEADER = """\
@@ -34,7 +35,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
-from autockpt.rewrite.statistics import once, statistic
+from autockpt.rewrite.guarded import guarded
+from autockpt.rewrite.statistics import statistic
 
 """
 _serial = itertools.count(1)
@@ -107,7 +109,7 @@ def rewrite(
         "default_dtype": default_dtype,
         "expect": expect,
         "F": torch.nn.functional,
-        "once": once,
+        "guarded": guarded,
         "operator": operator,
         "statistic": statistic,
         "torch": torch,
@@ -128,12 +130,29 @@ def rewrite(
     functions.append(emitter.forward(forward, placeholders, returned))
     code = f"{HEADER}\n" + "\n\n".join(functions)
     function, filename = _compile(code, namespace, type(root).__name__ if root else "model")
+    for (start, stop), name in names.items():
+        namespace[name].facts = _facts(name, ops[start:stop], renderer)
     return Program(
         code=code,
         forward=function,
         regions=tuple(names[region.start, region.stop] for region in plan.walk()),
         filename=filename,
         has_guards=any(is_guard(op) for op in ops[:emitted]),
+    )
+
+
+def _facts(name: str, ops: Sequence[fx.Node], renderer: Renderer) -> Facts:
+    """Say what a region reads on the live module besides what its replay writes on clones."""
+    written = {node for op in ops for node in written_statistics(op)}
+    read = dict.fromkeys(node for op in ops for node in op.all_input_nodes if is_live_read(node))
+    targets = [str(node.target) for node in read if node not in written]
+    paths = "".join(f"{renderer.path(target)}, " for target in targets)
+    return Facts(
+        name=name,
+        place=place_of(ops),
+        reads=tuple(targets),
+        read=eval(f"lambda self: ({paths})", renderer.namespace),
+        writes_statistics=bool(written),
     )
 
 

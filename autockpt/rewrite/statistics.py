@@ -8,46 +8,26 @@ number of saved tensors, and the statistic has moved once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 import torch
 from torch import fx
 
-__all__ = ["once", "statistic", "written_statistics"]
-
 # Per thread: on a GPU, backward and with it the recomputation runs in a thread of its own.
 _local = threading.local()
 
-_Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
+class Replay:
+    """While one is entered, ``statistic`` hands out clones in this thread."""
 
-class _Recomputing:
-    """While entered, ``statistic`` hands out clones in this thread."""
-
-    def __enter__(self) -> None:
+    @staticmethod
+    def enter() -> None:
+        """Begin, inside those that have begun."""
         _local.depth = getattr(_local, "depth", 0) + 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    @staticmethod
+    def leave() -> None:
+        """End the one begun last."""
         _local.depth -= 1
-
-
-def _contexts() -> _Contexts:
-    return nullcontext(), _Recomputing()
-
-
-def once() -> dict[str, Callable[[], _Contexts]]:
-    """Give the arguments of ``checkpoint`` for a region that writes statistics.
-
-    A compiler runs no region twice, it copies ops and writes at the end: nothing to do.
-    """
-    return {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
 
 
 def statistic(buffer: torch.Tensor) -> torch.Tensor:
@@ -58,10 +38,10 @@ def statistic(buffer: torch.Tensor) -> torch.Tensor:
     >>> mean = torch.zeros(2)
     >>> statistic(mean) is mean
     True
-    >>> _, recomputation = once()["context_fn"]()
-    >>> with recomputation:
-    ...     statistic(mean) is mean
+    >>> Replay.enter()
+    >>> statistic(mean) is mean
     False
+    >>> Replay.leave()
     """
     if torch.compiler.is_compiling() or getattr(_local, "depth", 0) == 0:
         return buffer

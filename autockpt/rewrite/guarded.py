@@ -1,0 +1,212 @@
+"""Regions are watched: a recomputation that is not the forward's is an error, never a gradient.
+
+``checkpoint`` itself watches the tensors that a region is given and how many it saves, of which
+shapes. What a region looks up on the live module, parameters and buffers, is watched here by
+version and identity, and errors are told in the words of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from autockpt.capture.calls import version
+from autockpt.errors import RecomputationError
+from autockpt.rewrite.statistics import Replay
+
+_HOOKS: Any = torch._C._autograd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a region besides its code.
+
+    Attributes
+    ----------
+    name : str
+        Of its function.
+    place : str
+        Its modules and source lines, for errors.
+    reads : tuple of str
+        Parameters and buffers that it looks up on the module.
+    read : callable
+        From the module to those tensors, in the same order.
+    writes_statistics : bool
+        Whether its replay works on clones of running statistics.
+    """
+
+    name: str
+    place: str
+    reads: tuple[str, ...]
+    read: Callable[[nn.Module], tuple[torch.Tensor, ...]]
+    writes_statistics: bool
+
+
+def place_of(ops: Sequence[fx.Node]) -> str:
+    """Say where in the model a run of ops lies.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> ops = [graph.call_function(torch.tanh, (x,)) for _ in range(2)]
+    >>> ops[0].meta.update(module="h.0.mlp", source="net.py:7")
+    >>> ops[1].meta.update(module="h.1", source="net.py:9")
+    >>> place_of(ops)
+    "from 'h.0.mlp' (net.py:7) to 'h.1' (net.py:9)"
+    """
+    first, last = (_place(node) for node in (ops[0], ops[-1]))
+    return f"in {first}" if first == last else f"from {first} to {last}"
+
+
+def _place(node: fx.Node) -> str:
+    source = node.meta.get("source", "")
+    where = f" ({source})" if source else ""
+    module = node.meta.get("module")
+    return f"{module!r}{where}" if module else f"the model itself{where}"
+
+
+def guarded(region: Callable[..., Any], module: nn.Module) -> dict[str, Any]:
+    """Give the arguments of ``checkpoint`` that watch a region of the emitted code.
+
+    A compiler runs no region twice, it copies ops and writes at the end: nothing to do.
+    """
+    if torch.compiler.is_compiling() or _is_traced():
+        return {}
+    facts: Facts = region.facts  # type: ignore[attr-defined]
+    # While someone looks for differences with torch's own means, which allow no contexts.
+    if torch_checkpoint._checkpoint_debug_enabled and not facts.writes_statistics:
+        return {}
+    return {"context_fn": functools.partial(_contexts, facts, module)}
+
+
+def _is_traced() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _contexts(
+    facts: Facts, module: nn.Module
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _First(facts), _Again(facts, module)
+
+
+class _First:
+    """Around a region's forward: what fails when its tensors are wanted again is explained."""
+
+    __slots__ = ("_facts",)
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def __enter__(self) -> None:
+        # ``checkpoint`` has just put its hooks in force.
+        pack, unpack = _HOOKS._top_saved_tensors_default_hooks(True)
+        explained = functools.partial(_explained, self._facts, unpack)
+        _HOOKS._push_saved_tensors_default_hooks(pack, explained)
+
+    def __exit__(self, *_: object) -> None:
+        _HOOKS._pop_saved_tensors_default_hooks()
+
+
+def _explained(facts: Facts, unpack: Callable[[Any], torch.Tensor], holder: Any) -> torch.Tensor:
+    try:
+        return unpack(holder)
+    except torch_checkpoint.CheckpointError as error:
+        found = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
+        raise RecomputationError(
+            f"Region {facts.name}, {facts.place}, did not compute in backward what it computed in "
+            f"forward. {found.strip()}\n{_CAUSES}"
+        ) from error
+    except RecomputationError:
+        raise
+    except Exception as error:
+        error.add_note(f"Raised for region {facts.name}, {facts.place}, which runs again.")
+        raise
+
+
+_CAUSES = (
+    "Usual causes: a custom autograd.Function or custom op whose result depends on Python state "
+    "or on time, an op without a deterministic implementation, a global that was changed between "
+    "forward and backward. Move backward closer to its forward, or take that op's module out of "
+    "the model that is optimized."
+)
+
+
+class _Again:
+    """Around a recomputation: the module's tensors are those of the forward, and unchanged.
+
+    Autograd saves tensors, so a weight that was replaced since (``functional_call``,
+    ``load_state_dict(assign=True)``) is the old one in backward, and so it is here.
+    """
+
+    __slots__ = ("_facts", "_module", "_replaced", "_then")
+
+    def __init__(self, facts: Facts, module: nn.Module) -> None:
+        self._facts = facts
+        self._module = module
+        self._then = [(tensor, version(tensor)) for tensor in facts.read(module)]
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __enter__(self) -> None:
+        for name, (tensor, number) in zip(self._facts.reads, self._then, strict=True):
+            if version(tensor) != number:
+                raise _changed(
+                    self._facts,
+                    name,
+                    f"has been modified by an inplace operation (it is at version "
+                    f"{version(tensor)}, expected version {number})",
+                )
+        if not self._holds():
+            self._put_back()
+        if self._facts.writes_statistics:
+            Replay.enter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._facts.writes_statistics:
+            Replay.leave()
+        while self._replaced:
+            table, name, now = self._replaced.pop()
+            table[name] = now
+
+    def _holds(self) -> bool:
+        try:
+            now = self._facts.read(self._module)
+        except (AttributeError, LookupError, TypeError):  # a layer is gone, or another one
+            return False
+        return all(a is b for a, (b, _) in zip(now, self._then, strict=True))
+
+    def _put_back(self) -> None:
+        """Put the tensors of the forward in place of those that are there now."""
+        places = [_place_on(self._module, target) for target in self._facts.reads]
+        for target, place in zip(self._facts.reads, places, strict=True):
+            if place is None:
+                raise _changed(self._facts, target, "was taken out of the model")
+        for (table, name), (tensor, _) in zip(filter(None, places), self._then, strict=True):
+            self._replaced.append((table, name, table[name]))
+            table[name] = tensor
+
+
+def _place_on(module: nn.Module, target: str) -> tuple[dict[str, Any], str] | None:
+    """Find the table that holds a parameter or buffer."""
+    path, _, name = target.rpartition(".")
+    try:
+        owner: Any = module.get_submodule(path)
+    except AttributeError:
+        return None
+    tables = (owner._parameters, owner._buffers)
+    return next(((table, name) for table in tables if name in table), None)
+
+
+def _changed(facts: Facts, name: str, what: str) -> RecomputationError:
+    return RecomputationError(
+        f"{name} {what} between forward and backward, and region {facts.name}, {facts.place}, "
+        f"needs it as it was to run again. Call backward before the weights change "
+        f"(optimizer.step(), load_state_dict, an update in a hook), or run forward again."
+    )
