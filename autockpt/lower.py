@@ -26,9 +26,18 @@ def op_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(node for node in graph.nodes if node.op in ("call_function", "call_method"))
 
 
-def lower(capture: Capture, profile: Profile) -> Problem:
+def lower(capture: Capture, profile: Profile, *, undone: bool = False) -> Problem:
     """Compose per-op facts to one problem.
 
+    Parameters
+    ----------
+    capture : Capture
+    profile : Profile
+    undone : bool
+        Whether writes to buffers are undone when a region runs again, so that they may be in one.
+
+    Notes
+    -----
     Storages follow aliases through the graph, gradients follow values, and stretches that
     write a storage in place are made uncuttable. Linear in the size of the graph.
     """
@@ -40,7 +49,7 @@ def lower(capture: Capture, profile: Profile) -> Problem:
     for index, node in enumerate(nodes):
         table.add_op(index, node)
     outputs, loss = _output(capture.graph)
-    boundaries, pinned = _constraints(nodes, table)
+    boundaries, pinned = _constraints(nodes, table, undone)
     ops = tuple(
         replace(op, pinned=True) if index in pinned else op for index, op in enumerate(table.ops)
     )
@@ -254,7 +263,7 @@ def _output(graph: fx.Graph) -> tuple[tuple[fx.Node, ...], fx.Node]:
 
 
 def _constraints(
-    nodes: tuple[fx.Node, ...], table: _Table
+    nodes: tuple[fx.Node, ...], table: _Table, undone: bool
 ) -> tuple[tuple[bool, ...], frozenset[int]]:
     """Where no edge may lie, and which ops stay outside, because of writes in place.
 
@@ -273,6 +282,8 @@ def _constraints(
             producer = table.storages[storage].producer
             if producer is not None:
                 boundaries[producer + 1 : index + 1] = [False] * (index - producer)
+            elif undone and argument.meta.get("kind") == "buffer":
+                continue
             elif not _is_statistic(node, argument, table):
                 pinned.update(i for i in range(index) if _reads(table.ops[i], storage, table))
                 pinned.add(index)

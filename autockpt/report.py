@@ -272,7 +272,7 @@ def _rows(
         ops = problem.ops[region.start : region.stop]
         cost, flops = _until_early_stop(ops)
         yield RegionRow(
-            module=_common_module(ops),
+            module=region.module or _common_module(ops),
             source=file_and_line(ops[0].source),
             start=region.start,
             stop=region.stop,

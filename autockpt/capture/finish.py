@@ -16,7 +16,11 @@ from autockpt.capture.paths import read_path
 
 
 def finish(
-    graph: fx.Graph, outputs: tuple[Any, ...], model: torch.nn.Module
+    graph: fx.Graph,
+    outputs: tuple[Any, ...],
+    model: torch.nn.Module,
+    *,
+    in_order: bool = False,
 ) -> tuple[fx.Graph, str]:
     """Drop what nobody reads of multi-output calls, close the graph, and sign it.
 
@@ -31,6 +35,8 @@ def finish(
         Argument of the output node.
     model : torch.nn.Module
         Where ``get_attr`` nodes read.
+    in_order : bool
+        Whether counters stay where they are.
 
     Returns
     -------
@@ -43,7 +49,8 @@ def finish(
         unread = not node.users
         if unread and (node.op == "get_attr" or (node.target is operator.getitem and _picks(node))):
             graph.erase_node(node)
-    _move_counters(graph, model)
+    if not in_order:
+        _move_counters(graph, model)
     graph.lint()
     return graph, sign(graph)
 

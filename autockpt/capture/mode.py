@@ -52,8 +52,11 @@ class Recorder(TorchFunctionMode):
         if name in METADATA:
             return func(*args, **kwargs)
         if name in REFUSED:
-            raise self.refuse(REFUSED[name], "Move that out of the forward.")
+            return self._refused(name, func, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
+            if self.stream.lenient:
+                self.stream.forbid("a torch.func transform runs in it")
+                return func(*args, **kwargs)
             raise self.refuse(
                 "a torch.func transform (vmap, grad, jvp) runs",
                 "Leave that part out of the module that is optimized.",
@@ -63,8 +66,19 @@ class Recorder(TorchFunctionMode):
         if target.op == "set_property":
             if name == "requires_grad":
                 return torch.Tensor.requires_grad_(*args)
+            if self.stream.lenient:
+                self.stream.forbid(f"it sets '.{name}' of a tensor")
+                return func(*args, **kwargs)
             raise self.refuse(f"the model sets '.{name}' of a tensor", "Use a new tensor.")
         return self._call(target, func, args, kwargs)
+
+    def _refused(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run what no graph may hold, if none is to be emitted."""
+        if not self.stream.lenient or name == "backward":
+            raise self.refuse(REFUSED[name], "Move that out of the forward.")
+        if name != "register_hook":  # which does no harm to a graph that autograd never runs
+            self.stream.forbid(REFUSED[name])
+        return func(*args, **kwargs)
 
     def opaque(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Record a whole ``autograd.Function`` as one node; its inside is its own affair."""
@@ -76,8 +90,19 @@ class Recorder(TorchFunctionMode):
         finally:
             self.paused -= 1
 
+    def dissolve(self) -> None:
+        """Take note that the model calls ``checkpoint`` itself."""
+        if self.stream.lenient:
+            raise self.refuse(
+                "the model calls checkpoint itself, and its own Python would run",
+                "Switch that off: model.gradient_checkpointing_disable() in transformers.",
+            )
+        self.note("the model's own checkpoint calls were dissolved and planned anew")
+
     def _question(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tensor = args[0]
+        if self.stream.lenient:
+            return func(*args, **kwargs)
         if tensor.numel() > _MAX_ASKED:
             raise self.refuse(
                 f"python reads all {tensor.numel()} values of a tensor ({kind})",

@@ -40,8 +40,8 @@ class Listener(Protocol):
     def leave_module(self) -> None:
         """Take note that the module returns or raises."""
 
-    def note(self, text: str) -> None:
-        """Something for the report."""
+    def dissolve(self) -> None:
+        """Take note that the model calls ``checkpoint`` itself."""
 
     def refuse(self, reason: str, advice: str) -> Exception:
         """Make the error to raise where the model cannot be captured."""
@@ -131,7 +131,7 @@ def _apply() -> Any:
         if recorder is None:
             return bound(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            recorder.note("the model's own checkpoint calls were dissolved and planned anew")
+            recorder.dissolve()
             function, _preserve, *rest = args
             return function(*rest)
         return recorder.opaque(module_hooks.point_of(cls) or bound, args, kwargs)
@@ -154,7 +154,7 @@ def _dissolve(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterato
         if recorder is None:
             yield from generator(*args, **kwargs)
             return
-        recorder.note("the model's own checkpoint calls were dissolved and planned anew")
+        recorder.dissolve()
         yield
 
     return _checkpoint_without_reentrant_generator

@@ -47,6 +47,9 @@ class Stream:
         The root, whose tensors become ``get_attr`` nodes.
     args, kwargs : sequence, mapping
         The call, whose tensors become placeholders.
+    lenient : bool
+        Whether the forward is only looked at, as it will not be emitted: tensors of unknown
+        origin are taken as they are, and what python asks for is no guard.
 
     Notes
     -----
@@ -54,9 +57,18 @@ class Stream:
     """
 
     def __init__(
-        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        lenient: bool = False,
     ) -> None:
         self.graph = fx.Graph()
+        self.lenient = lenient
+        # Numbers of the module calls that are under way, and of those that must not run again.
+        self.calls: list[int] = []
+        self.forbidden: dict[int, str] = {}
         self.inputs = Inputs.discover(model.forward, args, kwargs)
         self.externals = Externals(model)
         self.stage = "model"
@@ -98,6 +110,11 @@ class Stream:
         if text not in self.notes:
             self.notes.append(text)
 
+    def forbid(self, reason: str) -> None:
+        """Remember that the module calls under way must not run again."""
+        for number in self.calls:
+            self.forbidden.setdefault(number, reason)
+
     def refuse(self, reason: str, advice: str) -> CaptureError:
         """Make the error that says what cannot be captured, where, and what to do."""
         where = f"'{self.module or 'the model'}' ({source_line(2)})"
@@ -138,7 +155,7 @@ class Stream:
             return slice(*(self.convert(part, used, free) for part in parts))
         if isinstance(value, np.ndarray):
             return self._array(value)
-        if free or isinstance(value, type) or callable(value):
+        if free or self.lenient or isinstance(value, type) or callable(value):
             return value
         raise self.refuse(
             f"a torch call is given a {type(value).__name__}",
@@ -155,7 +172,7 @@ class Stream:
                 self.inputs = replace(self.inputs, paths=(*self.inputs.paths, path))
                 return self._placeholder(path, tensor)
             external = self.externals.search(tensor)
-        if external is None and self.stage == "loss":
+        if external is None and (self.lenient or self.stage == "loss"):
             return self._closure(tensor)
         if external is None:
             raise self.refuse(
@@ -171,7 +188,7 @@ class Stream:
         return node
 
     def _closure(self, tensor: torch.Tensor) -> fx.Node:
-        """Add a tensor that the loss holds; it is never emitted, so never found again."""
+        """Add a tensor that is held elsewhere; it is never emitted, so never found again."""
         node = self.graph.create_node("get_attr", f"closure_{len(self.closures)}")
         node.meta["kind"] = "closure"
         self._describe(node, (tensor,))
@@ -180,7 +197,7 @@ class Stream:
         return node
 
     def _array(self, value: np.ndarray[Any, Any]) -> fx.Node:
-        if value.size > 1024:
+        if value.size > 1024 and not self.lenient:
             raise self.refuse(
                 f"a numpy array of shape {value.shape} enters a torch call",
                 "Make it a buffer of the module.",
@@ -248,6 +265,8 @@ class Stream:
 
     def guard(self, kind: str, node: fx.Node, expected: Any) -> None:
         """Append a guard."""
+        if self.lenient:
+            return
         guard = self.graph.call_function(guards.expect, (kind, node, expected))
         self._describe(guard, ())
 
@@ -256,6 +275,7 @@ class Stream:
         node.meta["source"] = source_line(2)
         node.meta["ambient"] = Ambient.current(getattr(self, "device_types", ("cpu",)))
         node.meta["stage"] = self.stage
+        node.meta["calls"] = tuple(self.calls)
         node.meta["writes"] = ()
         node.meta["tensors"] = tuple(map(TensorMeta.of, tensors))
 

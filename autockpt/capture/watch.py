@@ -135,12 +135,16 @@ class Watch:
     def visit_modules(self, model: torch.nn.Module) -> None:
         """Look at all modules, and at what their forwards and hooks reach outside."""
         for name, module in model.named_modules():
-            self._modules[name] = module
-            self.add(name, module, vars(module))
-            for function in (module.forward, *_hooks_of(module)):
-                for key, value in _outside_of(function).items():
-                    self._reached.setdefault(key, function)
-                    self.visit(key, value, 0)
+            self.visit_module(name, module)
+
+    def visit_module(self, name: str, module: torch.nn.Module) -> None:
+        """Look at one module, its submodules apart."""
+        self._modules[name] = module
+        self.add(name, module, vars(module))
+        for function in (module.forward, *_hooks_of(module)):
+            for key, value in _outside_of(function).items():
+                self._reached.setdefault(key, function)
+                self.visit(key, value, 0)
 
     def visit(self, where: str, value: Any, depth: int) -> None:
         """Look at a container or object, nested ones too."""
