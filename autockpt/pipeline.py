@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from autockpt.progress import progress
 from autockpt.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
 from autockpt.runtime.bypass import originals, unwatched
+from autockpt.runtime.ranks import agree, bucket_bytes
 from autockpt.settings import Loss, Settings, budget_for, margin_bytes
 from autockpt.units import Budget, format_bytes, parse_budget
 from solvers import bound, simulate, solve
@@ -36,8 +37,10 @@ from solvers.plan import Plan
 from solvers.prediction import Prediction
 from solvers.problem import Problem
 
+T = TypeVar("T")
+
 # One step is planned at a time: the meter of a CPU is one of the process.
-_PLANNING = threading.RLock()
+PLANNING = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,10 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A planned step: what all stages made of it."""
+    """A planned step: what all stages made of it.
+
+    ``bucket_bytes`` are those of a DistributedDataParallel around it, which it was planned beside.
+    """
 
     capture: Capture
     problem: Problem
@@ -77,6 +83,7 @@ class Step:
     program: Program
     report: Report
     gradient_forms: dict[int, Any] | None
+    bucket_bytes: int
 
 
 def plan_step(
@@ -106,13 +113,13 @@ def plan_step(
     A stream of calls that is known costs one forward to record and one to profile, both
     without grad.
     """
-    with _PLANNING, originals(), unwatched():
+    with PLANNING, originals(), unwatched():
         capture, recorded = record_step(model, args, kwargs, settings.loss)
         if capture.signature not in known.checked:
-            with _enough_memory("the recorded forward was checked against the model's"):
+            with enough_memory("the recorded forward was checked against the model's"):
                 check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
         closures = recorded.closures
-        with _enough_memory("the ops of the forward were measured"):
+        with enough_memory("the ops of the forward were measured"):
             profiled = profile(
                 capture,
                 model,
@@ -124,7 +131,9 @@ def plan_step(
             )
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
-    budget = resolve_budget(settings, problem, plain)
+    buckets = bucket_bytes(model)
+    budget = resolve_budget(settings, problem, plain, buckets)
+    settings = replace(settings, reserve=settings.reserve + buckets)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
     plan = choose_plan(settings, problem, budget, plain, known)
@@ -136,8 +145,8 @@ def plan_step(
         plain,
         budget=budget,
         cost=settings.cost if isinstance(settings.cost, str) else "own",
-        bound_cost=_bound(problem, plan, budget.peak_bytes - settings.reserve),
-        notes=capture.notes,
+        bound_cost=bound_cost(problem, plan, budget.peak_bytes - settings.reserve),
+        notes=(*capture.notes, *_bucket_notes(buckets)),
     )
     return Step(
         capture=capture,
@@ -147,7 +156,18 @@ def plan_step(
         program=program,
         report=report,
         gradient_forms=profiled.gradient_forms,
+        bucket_bytes=buckets,
     )
+
+
+def _bucket_notes(buckets: int) -> list[str]:
+    if not buckets:
+        return []
+    return [
+        f"DistributedDataParallel's buckets, a second copy of the gradients, take "
+        f"{format_bytes(buckets)} of the budget, and are in no peak here. "
+        f"gradient_as_bucket_view=True saves them."
+    ]
 
 
 class ForwardError(CaptureError):
@@ -167,10 +187,10 @@ def lower_step(
     ------
     CaptureError, ProfileError
     """
-    with _PLANNING, originals(), unwatched():
+    with PLANNING, originals(), unwatched():
         capture, recorded = record_step(model, args, kwargs, loss)
         closures = recorded.closures
-        with _enough_memory("the ops of the forward were measured"):
+        with enough_memory("the ops of the forward were measured"):
             profiled = profile(capture, model, args, kwargs, cost=cost, closures=closures)
     return capture, lower(capture, profiled)
 
@@ -179,6 +199,17 @@ def record_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[Capture, Recorded]:
     """Record, and tell the model's own errors from ours."""
+    return run_step(record, model, args, kwargs, loss)
+
+
+def run_step(
+    look: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Loss | None], T],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+) -> T:
+    """Call what runs the model's forward and loss, and tell the model's own errors from ours."""
     failing = f"{type(model).__name__}'s forward"
 
     def watched(outputs: Any) -> torch.Tensor:
@@ -188,8 +219,8 @@ def record_step(
         return loss(outputs)
 
     try:
-        with _enough_memory("the forward was recorded"):
-            return record(model, args, kwargs, watched if loss is not None else None)
+        with enough_memory("the forward was recorded"):
+            return look(model, args, kwargs, watched if loss is not None else None)
     except (CaptureError, ProfileError):
         raise
     except Exception as error:  # a model may raise anything
@@ -201,7 +232,7 @@ def record_step(
 
 
 @contextmanager
-def _enough_memory(what: str) -> Iterator[None]:
+def enough_memory(what: str) -> Iterator[None]:
     """Say what needed more memory than there is."""
     try:
         yield
@@ -233,16 +264,22 @@ def _devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
-def resolve_budget(settings: Settings, problem: Problem, plain: Prediction) -> Budget:
+def resolve_budget(
+    settings: Settings, problem: Problem, plain: Prediction, buckets: int = 0
+) -> Budget:
     """Turn the budget that was asked for into bytes."""
     parts = {
         "parameters": problem.parameter_bytes,
         "buffers": problem.buffer_bytes,
         "gradients": problem.gradient_bytes,
         "batch": problem.batch_bytes,
+        "DistributedDataParallel's buckets": buckets,
     }
     return parse_budget(
-        settings.memory_budget, problem.fixed_bytes, plain.activation_peak_bytes, parts=parts
+        settings.memory_budget,
+        problem.fixed_bytes + buckets,
+        plain.activation_peak_bytes,
+        parts=parts,
     )
 
 
@@ -279,14 +316,33 @@ def choose_plan(
     for plan in known.plans:
         if plan.signature == problem.signature and _fits(plan, problem, target):
             return _priced(plan, problem, target)
+
+    def solved(shared: Plan | None) -> Plan:
+        if shared is not None and _fits(shared, problem, target):
+            return _priced(shared, problem, target)
+        return _solved(settings, problem, target)
+
+    try:
+        if not isinstance(settings.solver, str):
+            return solved(None)
+        return agree(_question(settings, problem, plain, target), solved)
+    except InfeasibleError as error:
+        raise _with_margin(error, settings, problem, budget, plain) from error
+
+
+def _question(settings: Settings, problem: Problem, plain: Prediction, target: int) -> str:
+    """Tell problems apart that are not to share a plan; measured times may differ."""
+    asked = (settings.solver, settings.solve_seconds, str(settings.cost), target)
+    return repr((problem.signature, problem.fixed_bytes, plain.peak_bytes, *asked))
+
+
+def _solved(settings: Settings, problem: Problem, target: int) -> Plan:
     try:
         with progress() as say:
             return solve(
                 problem, target, settings.solver, seconds=settings.solve_seconds, progress=say
             )
-    except InfeasibleError as error:
-        raise _with_margin(error, settings, problem, budget, plain) from error
-    except (PlanError, CaptureError):
+    except (InfeasibleError, PlanError, CaptureError):
         raise
     except Exception as error:
         if isinstance(settings.solver, str):
@@ -316,7 +372,7 @@ def _fits(plan: Plan, problem: Problem, target: int) -> bool:
         return False
 
 
-def _bound(problem: Problem, plan: Plan, budget_bytes: int) -> int:
+def bound_cost(problem: Problem, plan: Plan, budget_bytes: int) -> int:
     return bound(problem, budget_bytes) if plan.recompute_cost else 0
 
 

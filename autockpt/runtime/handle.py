@@ -19,6 +19,7 @@ from autockpt.pipeline import ForwardError, Known, plan_step
 from autockpt.report import Report
 from autockpt.runtime.bypass import originals
 from autockpt.runtime.entry import Entry
+from autockpt.runtime.ranks import bucket_bytes
 from autockpt.settings import Settings
 from autockpt.units import Budget
 from solvers.plan import Plan
@@ -178,8 +179,11 @@ class Handle:
         kwargs: Mapping[str, Any],
         tried: Sequence[Entry],
     ) -> Entry | None:
+        buckets = bucket_bytes(module)
         for entry in self._entries:
-            if entry not in tried and entry.step.capture.key.matches(module, args, kwargs):
+            if entry.step.bucket_bytes != buckets or entry in tried:
+                continue
+            if entry.step.capture.key.matches(module, args, kwargs):
                 return entry
         return None
 
