@@ -5,6 +5,7 @@ from autockpt.compare import compare
 from autockpt.errors import (
     BudgetError,
     CaptureError,
+    FallbackWarning,
     InfeasibleError,
     NoPlanFoundError,
     PlanError,
@@ -19,6 +20,7 @@ from solvers import Plan
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "FallbackWarning",
     "InfeasibleError",
     "NoPlanFoundError",
     "Plan",

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
+from autockpt.modules.parts import install
 from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
@@ -62,8 +63,11 @@ def optimize(
     cost : {"time", "roofline"} or callable
         What running an op again is said to cost: measured ns, ns from FLOPs and bytes, or a
         function of an ``OpWork``.
-    emit : {"auto", "graph"}
-        How the forward is written: as a graph of torch calls.
+    emit : {"auto", "graph", "modules"}
+        What regions are. ``"graph"``: runs of torch calls, in a forward that is emitted anew.
+        ``"modules"``: calls of submodules, while the model's own Python runs; for what cannot
+        be captured as a graph, and for FSDP. ``"auto"``: the first, and where that refuses the
+        second, with a ``FallbackWarning``.
     reserve : int
         Bytes to leave free inside the budget, for what lies outside the model and its loss.
     solve_seconds : float, optional
@@ -125,6 +129,9 @@ def optimize(
     batch = _check_batch(args, kwargs)
     handle = Handle(settings, given=plan)
     optimized = adopt(release(clone_module(model)), handle)
+    if emit == "modules":
+        # Before fully_shard, which makes classes on top of these.
+        install(optimized)
     if not _anything_trains(model, batch):
         handle.note("No parameter and no input requires grad: there is nothing to plan.")
     elif any(batch):

@@ -7,6 +7,7 @@ from solvers.errors import InfeasibleError, NoPlanFoundError, PlanError
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "FallbackWarning",
     "InfeasibleError",
     "NoPlanFoundError",
     "PlanError",
@@ -29,3 +30,7 @@ class ProfileError(RuntimeError):
 
 class RecomputationError(RuntimeError):
     """A region did not compute in backward what it computed in forward; the message says which."""
+
+
+class FallbackWarning(UserWarning):
+    """A forward could not be captured as a graph: regions are calls of its modules instead."""

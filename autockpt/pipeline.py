@@ -373,6 +373,7 @@ def _fits(plan: Plan, problem: Problem, target: int) -> bool:
 
 
 def bound_cost(problem: Problem, plan: Plan, budget_bytes: int) -> int:
+    """Give the cost that no schedule can go below, where the plan costs anything."""
     return bound(problem, budget_bytes) if plan.recompute_cost else 0
 
 

@@ -43,7 +43,7 @@ class Settings:
 
         Raises
         ------
-        BudgetError, TypeError, ValueError, CaptureError
+        BudgetError, TypeError, ValueError
         """
         check_budget_syntax(self.memory_budget)
         named = isinstance(self.solver, str) and self.solver in SOLVERS
@@ -56,12 +56,8 @@ class Settings:
         check_reserve(self.reserve)
         _check_seconds(self.solve_seconds)
         check_loss_argument(self.loss)
-        if self.emit == "modules":
-            raise CaptureError(
-                'emit="modules" does not exist yet: regions are runs of torch calls, emit="graph".'
-            )
-        if self.emit not in ("auto", "graph"):
-            raise ValueError(f'emit={self.emit!r} is neither "auto" nor "graph".')
+        if self.emit not in ("auto", "graph", "modules"):
+            raise ValueError(f'emit={self.emit!r} is neither "auto" nor "graph" nor "modules".')
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle; callables that cannot be pickled become ones that say so when called."""

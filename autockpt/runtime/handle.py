@@ -14,7 +14,10 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from autockpt.capture.guards import GuardMiss
-from autockpt.errors import CaptureError
+from autockpt.errors import CaptureError, FallbackWarning
+from autockpt.modules.entry import ModuleEntry
+from autockpt.modules.parts import install
+from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
 from autockpt.report import Report
 from autockpt.runtime.bypass import originals
@@ -27,6 +30,7 @@ from solvers.problem import Problem
 
 MAX_ENTRIES = 64
 MAX_IDLE_MISSES = 3
+MAX_MISSES = 6
 
 
 class Handle:
@@ -54,16 +58,20 @@ class Handle:
         report: Report | None = None,
         budget: Budget | None = None,
         given: Plan | None = None,
+        fallback: str | None = None,
     ) -> None:
         self.settings = settings
+        # Why regions are calls of modules although that was not asked for.
+        self._fallback = fallback
         # For the first step that is planned.
         self._given = given
         self._plan = plan
         self._report = report or Report(notes=("Plans at the first training forward.",))
         self._budget = budget
         # The entry used last comes first. Replaced, never changed: readers take no lock.
-        self._entries: tuple[Entry, ...] = ()
+        self._entries: tuple[Entry | ModuleEntry, ...] = ()
         self._idle_misses = 0
+        self._misses = 0
         self._evicted = False
         self._lock = threading.RLock()
 
@@ -79,7 +87,7 @@ class Handle:
 
     @property
     def code(self) -> str:
-        """The emitted forward as Python."""
+        """The emitted forward as Python, or the list of modules that run again."""
         return self._entries[0].step.program.code if self._entries else ""
 
     @property
@@ -96,7 +104,7 @@ class Handle:
 
     def fresh(self) -> Handle:
         """Give a handle for a copy of the module: same settings and plan, nothing recorded."""
-        return _unpickle(self.settings, self.plan, self.report, self._budget, self._given)
+        return _unpickle(*self._state())
 
     def __copy__(self) -> Handle:
         return self.fresh()
@@ -105,7 +113,11 @@ class Handle:
         return self.fresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.settings, self.plan, self.report, self._budget, self._given)
+        return _unpickle, self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        given, budget = self._given, self._budget
+        return self.settings, self.plan, self.report, budget, given, self._fallback
 
     # Under torch.compile this frame is not compiled, the emitted forward below it is.
     @_disable_dynamo(recursive=False)
@@ -118,7 +130,7 @@ class Handle:
             If the call is new and cannot be planned.
         """
         _refuse_transforms()
-        tried: list[Entry] = []
+        tried: list[Entry | ModuleEntry] = []
         missed: GuardMiss | None = None
         while True:
             entry = self._fitting(module, args, kwargs, tried)
@@ -139,7 +151,9 @@ class Handle:
                     self._hit(entry)
                 return output
 
-    def prepare(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
+    def prepare(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Entry | ModuleEntry:
         """Record and plan a step, and keep it."""
         with self._lock:
             known = Known(
@@ -156,7 +170,7 @@ class Handle:
                     if e.step.gradient_forms is not None
                 },
             )
-            entry = Entry(plan_step(module, tuple(args), dict(kwargs), self.settings, known))
+            entry = self._planned(module, tuple(args), dict(kwargs), known)
             if len(self._entries) == MAX_ENTRIES and not self._evicted:
                 self._evicted = True
                 warnings.warn(
@@ -171,14 +185,70 @@ class Handle:
             self._given = None
         return entry
 
+    @property
+    def over_modules(self) -> bool:
+        """Whether regions are calls of modules, and the model's own Python runs."""
+        return self.settings.emit == "modules" or self._fallback is not None
+
+    def _planned(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known
+    ) -> Entry | ModuleEntry:
+        """Plan a step over its torch calls or, where they cannot be captured, over modules."""
+        if self.over_modules:
+            return self._over_modules(module, args, kwargs, known, self._fallback)
+        try:
+            return Entry(plan_step(module, args, kwargs, self.settings, known))
+        except ForwardError:
+            raise
+        except CaptureError as error:
+            if self.settings.emit == "graph":
+                raise
+            try:
+                return self._fall_back(module, args, kwargs, known, str(error))
+            except CaptureError as other:
+                # Neither way: what stands in the way of the usual one is what to change.
+                raise error from (None if str(other) == str(error) else other)
+
+    def _fall_back(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Known,
+        reason: str,
+    ) -> ModuleEntry:
+        entry = self._over_modules(module, args, kwargs, known, reason)
+        self._fallback = reason
+        self._entries = ()
+        warnings.warn(
+            f"{type(module).__name__} runs its own Python, and regions are calls of its modules, "
+            f"which takes more recomputation than regions of torch calls. {reason} "
+            f'emit="modules" asks for this and does not warn, emit="graph" refuses.',
+            FallbackWarning,
+            stacklevel=2,
+        )
+        return entry
+
+    def _over_modules(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Known,
+        reason: str | None,
+    ) -> ModuleEntry:
+        install(module)
+        notes = () if reason is None else (f"Regions are calls of modules. {reason}",)
+        return ModuleEntry(plan_modules(module, args, kwargs, self.settings, known, notes))
+
     @_disable_dynamo
     def _fitting(
         self,
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        tried: Sequence[Entry],
-    ) -> Entry | None:
+        tried: Sequence[Entry | ModuleEntry],
+    ) -> Entry | ModuleEntry | None:
         buckets = bucket_bytes(module)
         for entry in self._entries:
             if entry.step.bucket_bytes != buckets or entry in tried:
@@ -193,9 +263,9 @@ class Handle:
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        tried: Sequence[Entry],
+        tried: Sequence[Entry | ModuleEntry],
         missed: GuardMiss | None,
-    ) -> Entry:
+    ) -> Entry | ModuleEntry:
         with self._lock:
             # Another thread may have planned it while this one waited.
             entry = self._fitting(module, args, kwargs, tried)
@@ -206,23 +276,38 @@ class Handle:
             except ForwardError as error:
                 # In training, the model's own error is what its callers know.
                 raise (error.__cause__ or error) from None
+            if missed is None or self.over_modules:
+                return entry
             streams = {other.stream() for other in tried}
-            self._count_miss(missed, changed=entry.stream() not in streams)
+            enough = self._count_miss(missed, changed=entry.stream() not in streams)
+            if enough is None:
+                return entry
+            if self.settings.emit == "graph":
+                raise enough from missed
+            known = Known(budget=self._budget)
+            entry = self._fall_back(module, tuple(args), dict(kwargs), known, str(enough))
+            self._entries = (entry,)
             return entry
 
-    def _count_miss(self, missed: GuardMiss | None, *, changed: bool) -> None:
-        self._idle_misses = 0 if missed is None or changed else self._idle_misses + 1
-        if self._idle_misses >= MAX_IDLE_MISSES:
-            self._idle_misses = 0
-            raise CaptureError(
-                f"The forward depends on a value that differs in every call: {missed}. It was "
-                f"recorded {MAX_IDLE_MISSES} times in a row, each time with the same calls. "
-                f"Keep that value in a tensor (no .item(), .tolist(), bool(...) of it), or "
-                f"leave the part that asks for it out of the module that is optimized."
-            ) from missed
+    def _count_miss(self, missed: GuardMiss, *, changed: bool) -> CaptureError | None:
+        """Say whether it is enough: calls that miss one after the other are planned each time."""
+        self._misses += 1
+        self._idle_misses = 0 if changed else self._idle_misses + 1
+        many = self._misses >= MAX_MISSES and self.settings.emit != "graph"
+        if self._idle_misses < MAX_IDLE_MISSES and not many:
+            return None
+        times = self._misses if many else MAX_IDLE_MISSES
+        how = "with other calls" if many else "each time with the same calls"
+        self._idle_misses = self._misses = 0
+        return CaptureError(
+            f"The forward depends on a value that differs in every call: {missed}. It was "
+            f"recorded {times} times in a row, {how}. "
+            f"Keep that value in a tensor (no .item(), .tolist(), bool(...) of it), or "
+            f"leave the part that asks for it out of the module that is optimized."
+        )
 
-    def _hit(self, entry: Entry) -> None:
-        self._idle_misses = 0
+    def _hit(self, entry: Entry | ModuleEntry) -> None:
+        self._idle_misses = self._misses = 0
         if self._entries and self._entries[0] is not entry:
             with self._lock:
                 others = tuple(e for e in self._entries if e is not entry)
@@ -245,8 +330,9 @@ def _unpickle(
     report: Report | None,
     budget: Budget | None,
     given: Plan | None,
+    fallback: str | None,
 ) -> Handle:
-    return Handle(settings, plan=plan, report=report, budget=budget, given=given)
+    return Handle(settings, plan=plan, report=report, budget=budget, given=given, fallback=fallback)
 
 
 def _anything_to_train(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

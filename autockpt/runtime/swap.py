@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from autockpt.modules.parts import uninstall
 from autockpt.runtime.bypass import bypassed
 from autockpt.runtime.handle import Handle
 
@@ -44,7 +45,8 @@ def adopt(module: ModuleT, handle: Handle) -> ModuleT:
 
 
 def release(module: ModuleT) -> ModuleT:
-    """Undo ``adopt``, in place."""
+    """Undo ``adopt``, in place, in submodules too."""
+    uninstall(module)
     if is_optimized(module):
         _set_class(module, original_class(type(module)))
         object.__delattr__(module, ATTRIBUTE)

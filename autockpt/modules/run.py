@@ -1,0 +1,180 @@
+"""One forward of a model whose chosen submodules run under ``checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
+
+from autockpt.errors import RecomputationError
+from autockpt.modules.parts import Forward, calling
+from autockpt.modules.state import Effects, Entered
+
+_HOOKS: Any = torch._C._autograd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """Which calls of which modules are regions, as plain data.
+
+    Attributes
+    ----------
+    calls : mapping
+        From module path to the numbers of those of its calls that are regions.
+    counts : mapping
+        From module path to how often it was called when the plan was made. Later calls are
+        run as the last of them.
+    effects : mapping
+        From module path to what its calls do besides computing.
+    python : bool
+        Whether the forward draws from python's or numpy's generators.
+    device_types : tuple of str
+    """
+
+    calls: Mapping[str, frozenset[int]]
+    counts: Mapping[str, int]
+    effects: Mapping[str, Effects] = field(default_factory=dict)
+    python: bool = False
+    device_types: tuple[str, ...] = ("cpu",)
+
+    def holds(self, path: str, number: int) -> bool:
+        """Whether a call is a region."""
+        found = self.calls.get(path)
+        if found is None:
+            return False
+        return min(number, self.counts.get(path, 1) - 1) in found
+
+
+class Run:
+    """The caller during one forward of a root, or during the recomputation of a region.
+
+    Parameters
+    ----------
+    root : nn.Module
+    names : mapping
+        From ``id`` to path, for the root's modules.
+    regions : Regions
+    calls : dict, optional
+        How often each module was called before.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Mapping[int, str],
+        regions: Regions,
+        calls: dict[str, int] | None = None,
+    ) -> None:
+        self.root = root
+        self.names = names
+        self.regions = regions
+        self.calls = {} if calls is None else calls
+
+    def call(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a submodule, as a region if the plan says so."""
+        path = self.names.get(id(module))
+        if path is None:
+            return forward(module, *args, **kwargs)
+        number = self.calls.get(path, 0)
+        self.calls[path] = number + 1
+        if not (self.regions.holds(path, number) and torch.is_grad_enabled()):
+            return forward(module, *args, **kwargs)
+        return self._region(path, module, forward, args, kwargs)
+
+    def enter(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Entered, Run]:
+        """Take down what a call finds, and give the caller of its recomputations."""
+        effects = self.regions.effects.get(path, Effects())
+        entered = Entered(
+            path,
+            module,
+            (args, kwargs),
+            effects,
+            [(other, self.root.get_submodule(other)) for other in effects.modules],
+            python=self.regions.python,
+            device_types=self.regions.device_types,
+        )
+        return entered, self.copy()
+
+    def copy(self) -> Run:
+        """Give a caller that goes on from here."""
+        return Run(self.root, self.names, self.regions, dict(self.calls))
+
+    def _region(
+        self,
+        path: str,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        entered, again = self.enter(path, module, args, kwargs)
+        # In forward the call is given its own arguments: it may write to the lists among them.
+        given = [(args, kwargs)]
+
+        def region(*leaves: Any) -> Any:
+            if given:
+                own_args, own_kwargs = given.pop()
+                return forward(module, *own_args, **own_kwargs)
+            own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
+            with calling(again.copy()):
+                return forward(module, *own_args, **own_kwargs)
+
+        return torch_checkpoint.checkpoint(
+            region,
+            *leaves,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (_First(entered, path), entered.again()),
+        )
+
+
+class _First:
+    """Around a region's forward: what fails when its tensors are wanted again is explained."""
+
+    def __init__(self, entered: Entered, path: str) -> None:
+        self._entered = entered
+        self._path = path
+
+    def __enter__(self) -> None:
+        # ``checkpoint`` has just put its hooks in force.
+        pack, unpack = _HOOKS._top_saved_tensors_default_hooks(True)
+        _HOOKS._push_saved_tensors_default_hooks(pack, partial(_explained, self._path, unpack))
+
+    def __exit__(self, *_: object) -> None:
+        _HOOKS._pop_saved_tensors_default_hooks()
+        self._entered.left()
+
+
+def _explained(path: str, unpack: Callable[[Any], torch.Tensor], holder: Any) -> torch.Tensor:
+    try:
+        return unpack(holder)
+    except torch_checkpoint.CheckpointError as error:
+        found = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
+        raise RecomputationError(
+            f"Module {path} did not compute in backward what it computed in forward. "
+            f"{found.strip()}\n{_CAUSES}"
+        ) from error
+    except RecomputationError:
+        raise
+    except Exception as error:
+        error.add_note(f"Raised while module {path} ran again in backward.")
+        raise
+
+
+_CAUSES = (
+    "Usual causes: the module reads something that changes between forward and backward and is "
+    "neither its parameter, buffer, attribute nor argument (a global, a file, the time), a draw "
+    "from a generator of its own, an op without a deterministic implementation. Make that value "
+    "an attribute or a buffer of the module."
+)

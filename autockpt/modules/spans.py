@@ -1,0 +1,150 @@
+"""From an observation to the problem whose only regions are calls of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx, nn
+
+from autockpt.capture.calls import STATISTICS
+from autockpt.lower import op_nodes
+from autockpt.modules.observe import Observation
+from autockpt.modules.run import Regions
+from autockpt.modules.state import Effects
+from solvers.plan import Plan
+from solvers.problem import Problem, Span
+
+
+def with_spans(problem: Problem, observed: Observation) -> Problem:
+    """Name the module calls that may run again.
+
+    Left out are calls that save nothing, that hold an op which must not run again, that begin
+    between an op and another that writes its result in place, and all but the outermost of
+    those that hold the same ops.
+    """
+    ranges = _ranges(op_nodes(observed.capture.graph))
+    spans: dict[tuple[int, int], Span] = {}
+    for index, (start, stop) in sorted(ranges.items()):
+        inside = problem.ops[start:stop]
+        wrong = (
+            index in observed.forbidden
+            or not problem.boundaries[start]
+            or any(op.pinned for op in inside)
+            or not any(op.packs or op.saved for op in inside)
+        )
+        if not wrong:
+            name = observed.calls[index].name
+            spans.setdefault((start, stop), Span(name=name, start=start, stop=stop))
+    ordered = sorted(spans.values(), key=lambda span: (span.start, -span.stop))
+    return replace(
+        problem,
+        # An end may lie before a write in place: the region makes that storage anew.
+        boundaries=(True,) * len(problem.boundaries),
+        spans=tuple(ordered),
+    )
+
+
+def _ranges(nodes: Sequence[fx.Node]) -> dict[int, tuple[int, int]]:
+    found: dict[int, tuple[int, int]] = {}
+    for position, node in enumerate(nodes):
+        for index in node.meta["calls"]:
+            start, _ = found.get(index, (position, position))
+            found[index] = start, position + 1
+    return found
+
+
+def _effects(model: nn.Module, observed: Observation, path: str) -> Effects:
+    """Say what the calls of a module do besides computing."""
+    written, plain = _written_buffers(observed)
+    unseen = _unseen_buffers(model, observed)
+    calls = [call for call in observed.calls if call.path == path]
+    prefix = f"{path}."
+    inside = [b for b in dict.fromkeys((*written, *unseen)) if b.startswith(prefix)]
+    return Effects(
+        buffers=tuple(b[len(prefix) :] for b in inside if b not in plain),
+        statistics=tuple(b[len(prefix) :] for b in inside if b in plain),
+        modules=tuple(dict.fromkeys(name for call in calls for name in call.modules)),
+        arguments=any(call.arguments for call in calls),
+    )
+
+
+def _written_buffers(observed: Observation) -> tuple[dict[str, None], set[str]]:
+    """Buffers that were written, and those among them that are only ever updated by their op."""
+    written: dict[str, None] = {}
+    by_op: set[str] = set()
+    read: set[str] = set()
+    for node in op_nodes(observed.capture.graph):
+        for source in node.all_input_nodes:
+            if source.op != "get_attr" or source.meta.get("kind") != "buffer":
+                continue
+            name = str(source.target)
+            if source not in node.meta["writes"]:
+                read.add(name)
+                continue
+            written[name] = None
+            if _is_norm(node):
+                by_op.add(name)
+            else:
+                read.add(name)
+    return written, by_op - read
+
+
+def _is_norm(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in STATISTICS
+
+
+def _unseen_buffers(model: nn.Module, observed: Observation) -> list[str]:
+    """Buffers of modules that were not called, and may be: they may be written then."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if path and path not in observed.counts
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def regions_of(model: nn.Module, observed: Observation, plan: Plan) -> Regions:
+    """Say which calls of which modules a plan makes regions.
+
+    A module that was not called when the plan was made is run as its neighbour in a list.
+    """
+    chosen: dict[str, set[int]] = {}
+    for region in plan.walk():
+        path, _, number = region.module.partition(":")
+        chosen.setdefault(path, set()).add(int(number or 0))
+    calls = {path: frozenset(numbers) for path, numbers in chosen.items()}
+    counts = dict(observed.counts)
+    for path, module in model.named_modules():
+        if path and path not in observed.counts:
+            other = _neighbour(path, module, model, observed.counts)
+            if other is not None and other in chosen:
+                calls[path], counts[path] = calls[other], counts[other]
+    return Regions(
+        calls=calls,
+        counts=counts,
+        effects={path: _effects(model, observed, path) for path in calls},
+        python=observed.python,
+        device_types=observed.capture.key.device_types,
+    )
+
+
+def _neighbour(
+    path: str, module: nn.Module, model: nn.Module, counts: Mapping[str, int]
+) -> str | None:
+    """The nearest module in the same place of another layer that was called."""
+    parts = path.split(".")
+    found: list[tuple[int, str]] = []
+    for depth, part in enumerate(parts):
+        if not part.isdigit():
+            continue
+        head = parts[:depth]
+        siblings = model.get_submodule(".".join(head))._modules
+        for name in siblings:
+            other = ".".join((*head, name, *parts[depth + 1 :]))
+            if not name.isdigit() or other not in counts:
+                continue
+            if type(model.get_submodule(other)) is type(module):
+                found.append((abs(int(name) - int(part)), other))
+    return min(found)[1] if found else None

@@ -1,0 +1,236 @@
+"""One step planned over calls of modules: observe, profile, lower, solve, check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autockpt.capture import Capture
+from autockpt.lower import lower
+from autockpt.modules.check import differing
+from autockpt.modules.observe import Observation, observe
+from autockpt.modules.run import Regions
+from autockpt.modules.spans import regions_of, with_spans
+from autockpt.pipeline import (
+    PLANNING,
+    Known,
+    bound_cost,
+    choose_plan,
+    enough_memory,
+    resolve_budget,
+    run_step,
+)
+from autockpt.profiler import profile
+from autockpt.profiler.cost import CostChoice
+from autockpt.report import Report, make_report
+from autockpt.runtime.bypass import originals, unwatched
+from autockpt.runtime.ranks import bucket_bytes
+from autockpt.settings import Loss, Settings
+from autockpt.units import Budget
+from solvers import simulate
+from solvers.plan import Plan, Region
+from solvers.problem import Problem, Span
+
+_MOST_CHECKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What stands in for emitted code where the model's own forward runs."""
+
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleStep:
+    """A planned step, as ``pipeline.Step``, of a model whose own Python runs."""
+
+    capture: Capture
+    problem: Problem
+    budget: Budget
+    plan: Plan
+    program: Listing
+    report: Report
+    gradient_forms: dict[int, Any] | None
+    bucket_bytes: int
+    regions: Regions
+
+
+def plan_modules(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    known: Known,
+    notes: tuple[str, ...] = (),
+) -> ModuleStep:
+    """Observe a step of the model and plan it over calls of its modules.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its submodules are of the classes of ``parts``.
+    args, kwargs
+        The batch.
+    settings : Settings
+    known : Known
+    notes : tuple of str
+        For the report.
+
+    Raises
+    ------
+    CaptureError, ProfileError, BudgetError, InfeasibleError, PlanError
+    """
+    with PLANNING, originals(), unwatched():
+        observed, problem, forms = _observe(model, args, kwargs, settings, known)
+        for _ in range(_MOST_CHECKS):
+            step = _solved(model, observed, problem, settings, known, notes, forms)
+            with enough_memory("modules were run twice to compare the results"):
+                wrong = differing(model, args, kwargs, step.regions)
+            if not wrong:
+                return step
+            problem = _without(problem, wrong)
+            found = (f"{path} {reason}: it does not run again." for path, reason in wrong.items())
+            notes = tuple(dict.fromkeys((*notes, *found)))
+        problem = replace(problem, spans=())
+        return _solved(model, observed, problem, settings, known, notes, forms)
+
+
+def lower_modules(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    cost: CostChoice = "roofline",
+) -> tuple[Capture, Problem]:
+    """Observe and profile a step, without a check of its regions."""
+    with PLANNING, originals(), unwatched():
+        settings = Settings(memory_budget="100%", loss=loss, cost=cost)
+        observed, problem, _ = _observe(model, args, kwargs, settings, Known())
+    return observed.capture, problem
+
+
+def _observe(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    known: Known,
+) -> tuple[Observation, Problem, dict[int, Any] | None]:
+    observed = run_step(observe, model, args, kwargs, settings.loss)
+    capture = observed.capture
+    with enough_memory("the ops of the forward were measured"):
+        profiled = profile(
+            capture,
+            model,
+            args,
+            kwargs,
+            cost=settings.cost,
+            closures=observed.closures,
+            forms=known.forms.get(capture.signature),
+        )
+    problem = with_spans(lower(capture, profiled, undone=True), observed)
+    return observed, problem, profiled.gradient_forms
+
+
+def _without(problem: Problem, wrong: Mapping[str, str]) -> Problem:
+    """Take the calls of some modules off those that may run again."""
+    spans = problem.spans or ()
+    kept = tuple(span for span in spans if span.name.partition(":")[0] not in wrong)
+    return replace(problem, spans=kept)
+
+
+def _solved(
+    model: nn.Module,
+    observed: Observation,
+    problem: Problem,
+    settings: Settings,
+    known: Known,
+    notes: tuple[str, ...],
+    forms: dict[int, Any] | None,
+) -> ModuleStep:
+    plain = simulate(problem, Plan())
+    buckets = bucket_bytes(model)
+    budget = resolve_budget(settings, problem, plain, buckets)
+    settings = replace(settings, reserve=settings.reserve + buckets)
+    if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
+        budget = known.budget
+    plan = choose_plan(settings, problem, budget, plain, _translated(known, problem))
+    regions = regions_of(model, observed, plan)
+    report = make_report(
+        problem,
+        plan,
+        simulate(problem, plan),
+        plain,
+        budget=budget,
+        cost=settings.cost if isinstance(settings.cost, str) else "own",
+        bound_cost=bound_cost(problem, plan, budget.peak_bytes - settings.reserve),
+        notes=(*notes, *observed.capture.notes, *_notes(regions, observed)),
+    )
+    return ModuleStep(
+        capture=observed.capture,
+        problem=problem,
+        budget=budget,
+        plan=plan,
+        program=Listing(code=listing(plan)),
+        report=report,
+        gradient_forms=forms,
+        bucket_bytes=buckets,
+        regions=regions,
+    )
+
+
+def _notes(regions: Regions, observed: Observation) -> Iterator[str]:
+    unseen = sorted(path for path in regions.calls if path not in observed.counts)
+    if unseen:
+        names = ", ".join(unseen[:4]) + (", ..." if len(unseen) > 4 else "")
+        yield (
+            f"{len(unseen)} modules were not called when this was planned ({names}): they run as "
+            f"their neighbours do, and their memory is in no peak here."
+        )
+
+
+def _translated(known: Known, problem: Problem) -> Known:
+    """Say plans that were made for other calls of the same modules in terms of this problem."""
+    return replace(
+        known,
+        given=None if known.given is None else translated(known.given, problem),
+        plans=tuple(translated(plan, problem) for plan in known.plans),
+    )
+
+
+def translated(plan: Plan, problem: Problem) -> Plan:
+    """Give the plan that makes regions of the same calls of modules, as far as there are such."""
+    chosen = {region.module for region in plan.walk()}
+    spans = [span for span in problem.spans or () if span.name in chosen]
+
+    def nest(inside: list[Span]) -> tuple[Region, ...]:
+        made: list[Region] = []
+        while inside:
+            span, *rest = inside
+            within = [other for other in rest if other.stop <= span.stop]
+            inside = rest[len(within) :]
+            made.append(
+                Region(start=span.start, stop=span.stop, children=nest(within), module=span.name)
+            )
+        return tuple(made)
+
+    return replace(plan, regions=nest(spans), signature=problem.signature)
+
+
+def listing(plan: Plan) -> str:
+    """Write a plan of module calls for people."""
+    lines = ["# The model's own forward runs, and these modules in torch.utils.checkpoint:"]
+
+    def write(regions: tuple[Region, ...], depth: int) -> None:
+        for region in regions:
+            path, _, number = region.module.partition(":")
+            which = f"  # call {number}" if number else ""
+            lines.append(f"{'    ' * depth}{path}{which}")
+            write(region.children, depth + 1)
+
+    write(plan.regions, 0)
+    return "\n".join(lines) + "\n"
