@@ -156,6 +156,10 @@ class Handle:
     ) -> Entry | ModuleEntry:
         """Record and plan a step, and keep it."""
         with self._lock:
+            beside = {e.step.bucket_bytes for e in self._entries}
+            if beside and bucket_bytes(module) not in beside:
+                # The first call inside DistributedDataParallel: a share is one of more.
+                self._budget = None
             known = Known(
                 given=self._given,
                 plans=(
