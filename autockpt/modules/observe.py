@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autockpt.capture.stream import Stream
 from autockpt.capture.watch import Watch
 from autockpt.modules.key import ModuleKey
 from autockpt.modules.parts import Forward, calling
+from autockpt.modules.state import watch_module, watch_values
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -71,6 +73,10 @@ class Observation:
         How often each module was called.
     python : bool
         Whether it drew from python's or numpy's generators.
+    start : RandomState
+        The random states that it found: those under which most modules were called.
+    uncalled : bool
+        Whether a module was not called that has a neighbour in a list that was.
     """
 
     capture: Capture
@@ -79,6 +85,8 @@ class Observation:
     forbidden: Mapping[int, str]
     counts: Mapping[str, int]
     python: bool
+    start: RandomState
+    uncalled: bool
 
 
 class _Observer:
@@ -102,7 +110,7 @@ class _Observer:
         self.counts[path] = call.number + 1
         index = len(self.calls)
         self.calls.append(call)
-        before = [(name, _watch(name, other)) for name, other in self._watched]
+        before = [(name, watch_module(name, other)) for name, other in self._watched]
         arguments = _watch_arguments(args, kwargs)
         self._stream.calls.append(index)
         try:
@@ -113,24 +121,20 @@ class _Observer:
             call.arguments = arguments is not None and any(arguments.changes())
 
 
-def _watch(name: str, module: nn.Module) -> Watch:
-    watch = Watch()
-    watch.visit_module(name, module)
-    return watch
-
-
 def _watch_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch | None:
     """Look at lists and dicts among arguments, and at objects that are no plain values."""
     given = (*args, *kwargs.values())
     if all(isinstance(value, torch.Tensor) or is_atom(value) for value in given):
         return None
-    watch = Watch()
-    watch.visit("the arguments", given, 0)
-    return watch
+    return watch_values(given)
 
 
 def observe(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None = None,
+    start: RandomState | None = None,
 ) -> Observation:
     """Run the model's forward and loss once and write down what happened.
 
@@ -151,26 +155,135 @@ def observe(
 
     Notes
     -----
-    Needs the memory of a forward without grad, twice its time, and leaves no trace.
+    Needs the memory of a forward without grad, and twice its time, more where modules are called
+    or not by a draw: then forwards are run to find one that calls most of them. Leaves no trace.
     """
     refuse_modules(model)
     refuse_modes()
-    with untraced(model, args, kwargs), torch.enable_grad():
-        changed, python = _changes(model, args, kwargs)
-    with untraced(model, args, kwargs) as trace, torch.enable_grad():
-        return _observed(model, args, kwargs, loss, trace, changed, python)
+    with torch.enable_grad(), drawn(start):
+        rehearsal = _fullest(model, args, kwargs, alone=start is not None)
+    with torch.enable_grad(), drawn(rehearsal.start), untraced(model, args, kwargs) as trace:
+        return _observed(model, args, kwargs, loss, trace, rehearsal)
 
 
-def _changes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, ...], bool]:
-    """Name the modules whose Python attributes a forward changes; say whether Python draws."""
-    watches = [(name, _watch(name, module)) for name, module in model.named_modules()]
-    state = RandomState()
-    with torch.autograd.graph.saved_tensors_hooks(drop, gone):
+@contextmanager
+def drawn(start: RandomState | None) -> Iterator[None]:
+    """Let random draws be those that follow a state, and put the states back afterwards."""
+    if start is None:
+        yield
+        return
+    here = RandomState()
+    start.restore()
+    try:
+        yield
+    finally:
+        here.restore()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rehearsal:
+    """A forward without a recording: what it found, called and changed."""
+
+    start: RandomState
+    end: RandomState
+    counts: dict[str, int]
+    changed: tuple[str, ...]
+    python: bool
+    uncalled: bool
+
+    @property
+    def calls(self) -> int:
+        return sum(self.counts.values())
+
+
+def _fullest(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, alone: bool
+) -> _Rehearsal:
+    """Run forwards, each with draws of its own, until one calls all modules that have neighbours.
+
+    Modules that are called or not by their input, not by a draw, make no difference: a few
+    forwards with the same calls are enough.
+    """
+    here = RandomState()
+    found: list[_Rehearsal] = []
+    try:
+        while len(found) < MOST_REHEARSALS:
+            found.append(_rehearse(model, args, kwargs))
+            last = found[-1]
+            still = last.python is False and last.end.torch_is(last.start)
+            if alone or still or not last.uncalled:
+                break
+            if len(found) == FEW_REHEARSALS and all(r.counts == last.counts for r in found):
+                break
+            last.end.restore()
+    finally:
+        here.restore()
+    changed = tuple(dict.fromkeys(name for r in found for name in r.changed))
+    best = max(found, key=lambda r: r.calls)
+    return replace(best, changed=changed)
+
+
+MOST_REHEARSALS = 16
+FEW_REHEARSALS = 4
+
+
+class _Counter:
+    """The caller that counts."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self.counts: dict[str, int] = {}
+
+    def call(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self._names.get(id(module))
+        if path is not None:
+            self.counts[path] = self.counts.get(path, 0) + 1
+        return forward(module, *args, **kwargs)
+
+
+def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Rehearsal:
+    start = RandomState()
+    counter = _Counter({id(module): name for name, module in model.named_modules()})
+    watches = [(name, watch_module(name, module)) for name, module in model.named_modules()]
+    hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
+    with untraced(model, args, kwargs), hooks, calling(counter):
         plain_forward(model)(*args, **kwargs)
-    changed = tuple(name for name, watch in watches if any(watch.changes()))
-    return changed, not state.python_is_same()
+        changed = tuple(name for name, watch in watches if any(watch.changes()))
+        python, end = not start.python_is_same(), RandomState()
+    uncalled = any(
+        neighbour(path, module, model, counter.counts) is not None
+        for path, module in model.named_modules()
+        if path and path not in counter.counts
+    )
+    return _Rehearsal(
+        start=start,
+        end=end,
+        counts=counter.counts,
+        changed=changed,
+        python=python,
+        uncalled=uncalled,
+    )
+
+
+def neighbour(
+    path: str, module: nn.Module, model: nn.Module, counts: Mapping[str, int]
+) -> str | None:
+    """Name the nearest module in the same place of another layer that was called."""
+    parts = path.split(".")
+    found: list[tuple[int, str]] = []
+    for depth, part in enumerate(parts):
+        if not part.isdigit():
+            continue
+        head = parts[:depth]
+        for name in model.get_submodule(".".join(head))._modules:
+            other = ".".join((*head, name, *parts[depth + 1 :]))
+            if not name.isdigit() or other not in counts:
+                continue
+            if type(model.get_submodule(other)) is type(module):
+                found.append((abs(int(name) - int(part)), other))
+    return min(found)[1] if found else None
 
 
 def plain_forward(model: nn.Module) -> Callable[..., Any]:
@@ -187,14 +300,13 @@ def _observed(
     kwargs: dict[str, Any],
     loss: Loss | None,
     trace: Trace,
-    changed: tuple[str, ...],
-    python: bool,
+    rehearsal: _Rehearsal,
 ) -> Observation:
     stream = Stream(model, args, kwargs, lenient=True)
     ambient = Ambient.current(stream.device_types)
     key = ModuleKey.take(model, args, kwargs)
     recorder = Recorder(stream, trace)
-    observer = _Observer(model, stream, changed)
+    observer = _Observer(model, stream, rehearsal.changed)
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with patched(recorder), recorder, hooks:
         with calling(observer):
@@ -225,7 +337,9 @@ def _observed(
         calls=tuple(observer.calls),
         forbidden={**_hooked(model, observer), **stream.forbidden},
         counts=observer.counts,
-        python=python,
+        python=rehearsal.python,
+        start=rehearsal.start,
+        uncalled=rehearsal.uncalled,
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx, nn
 
 from autockpt.capture.calls import STATISTICS
 from autockpt.lower import op_nodes
-from autockpt.modules.observe import Observation
+from autockpt.modules.observe import Observation, neighbour
 from autockpt.modules.run import Regions
 from autockpt.modules.state import Effects
 from solvers.plan import Plan
@@ -118,7 +118,7 @@ def regions_of(model: nn.Module, observed: Observation, plan: Plan) -> Regions:
     counts = dict(observed.counts)
     for path, module in model.named_modules():
         if path and path not in observed.counts:
-            other = _neighbour(path, module, model, observed.counts)
+            other = neighbour(path, module, model, observed.counts)
             if other is not None and other in chosen:
                 calls[path], counts[path] = calls[other], counts[other]
     return Regions(
@@ -128,23 +128,3 @@ def regions_of(model: nn.Module, observed: Observation, plan: Plan) -> Regions:
         python=observed.python,
         device_types=observed.capture.key.device_types,
     )
-
-
-def _neighbour(
-    path: str, module: nn.Module, model: nn.Module, counts: Mapping[str, int]
-) -> str | None:
-    """The nearest module in the same place of another layer that was called."""
-    parts = path.split(".")
-    found: list[tuple[int, str]] = []
-    for depth, part in enumerate(parts):
-        if not part.isdigit():
-            continue
-        head = parts[:depth]
-        siblings = model.get_submodule(".".join(head))._modules
-        for name in siblings:
-            other = ".".join((*head, name, *parts[depth + 1 :]))
-            if not name.isdigit() or other not in counts:
-                continue
-            if type(model.get_submodule(other)) is type(module):
-                found.append((abs(int(name) - int(part)), other))
-    return min(found)[1] if found else None

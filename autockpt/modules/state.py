@@ -7,7 +7,7 @@ what it drew, wrote and counted in forward, and must leave no trace.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,10 @@ class Effects:
     statistics: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     arguments: bool = False
+
+
+# A cache of caches of layers lies deeper than what hangs on a module.
+_ARGUMENT_DEPTH = -3
 
 
 class Entered:
@@ -95,15 +99,10 @@ class Entered:
         self._watches = self._look()
 
     def _look(self) -> list[Watch]:
-        watches = []
-        for path, other in self._others:
-            watch = Watch()
-            watch.visit_module(path, other)
-            watches.append(watch)
+        watches = [watch_module(path, other) for path, other in self._others]
         if self._arguments is not None:
-            watch = Watch()
-            watch.visit("the arguments", self._arguments, 0)
-            watches.append(watch)
+            args, kwargs = self._arguments
+            watches.append(watch_values((*args, *kwargs.values())))
         return watches
 
     def left(self) -> None:
@@ -184,6 +183,21 @@ class Again:
             _set_default_states(self._random)
         if self._python is not None:
             _set_python_states(self._python)
+
+
+def watch_module(name: str, module: nn.Module) -> Watch:
+    """Look at the Python state of one module, its submodules apart."""
+    watch = Watch()
+    watch.visit_module(name, module)
+    return watch
+
+
+def watch_values(values: Iterable[Any]) -> Watch:
+    """Look at containers and objects, a cache of layers say."""
+    watch = Watch()
+    for value in values:
+        watch.visit("the arguments", value, _ARGUMENT_DEPTH)
+    return watch
 
 
 def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from autockpt.capture import Capture
+from autockpt.capture.restore import RandomState
+from autockpt.layers import layer_pattern
 from autockpt.lower import lower
 from autockpt.modules.check import differing
-from autockpt.modules.observe import Observation, observe
+from autockpt.modules.observe import Observation, drawn, observe
 from autockpt.modules.run import Regions
 from autockpt.modules.spans import regions_of, with_spans
 from autockpt.pipeline import (
@@ -46,7 +49,10 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleStep:
-    """A planned step, as ``pipeline.Step``, of a model whose own Python runs."""
+    """A planned step, as ``pipeline.Step``, of a model whose own Python runs.
+
+    ``uncalled`` says whether a module was not called that might be in another forward.
+    """
 
     capture: Capture
     problem: Problem
@@ -57,6 +63,7 @@ class ModuleStep:
     gradient_forms: dict[int, Any] | None
     bucket_bytes: int
     regions: Regions
+    uncalled: bool
 
 
 def plan_modules(
@@ -66,6 +73,7 @@ def plan_modules(
     settings: Settings,
     known: Known,
     notes: tuple[str, ...] = (),
+    start: RandomState | None = None,
 ) -> ModuleStep:
     """Observe a step of the model and plan it over calls of its modules.
 
@@ -79,20 +87,23 @@ def plan_modules(
     known : Known
     notes : tuple of str
         For the report.
+    start : RandomState, optional
+        Of a forward that called more modules than the ones before it.
 
     Raises
     ------
     CaptureError, ProfileError, BudgetError, InfeasibleError, PlanError
     """
     with PLANNING, originals(), unwatched():
-        observed, problem, forms = _observe(model, args, kwargs, settings, known)
-        for _ in range(_MOST_CHECKS):
+        observed, problem, forms = _observe(model, args, kwargs, settings, known, start)
+        for number in range(_MOST_CHECKS):
             step = _solved(model, observed, problem, settings, known, notes, forms)
-            with enough_memory("modules were run twice to compare the results"):
+            what = "modules were run twice to compare the results"
+            with enough_memory(what), drawn(observed.start):
                 wrong = differing(model, args, kwargs, step.regions)
             if not wrong:
                 return step
-            problem = _without(problem, wrong)
+            problem = _without(problem, wrong, alike=number >= _MOST_CHECKS // 2)
             found = (f"{path} {reason}: it does not run again." for path, reason in wrong.items())
             notes = tuple(dict.fromkeys((*notes, *found)))
         problem = replace(problem, spans=())
@@ -109,7 +120,7 @@ def lower_modules(
     """Observe and profile a step, without a check of its regions."""
     with PLANNING, originals(), unwatched():
         settings = Settings(memory_budget="100%", loss=loss, cost=cost)
-        observed, problem, _ = _observe(model, args, kwargs, settings, Known())
+        observed, problem, _ = _observe(model, args, kwargs, settings, Known(), None)
     return observed.capture, problem
 
 
@@ -119,10 +130,11 @@ def _observe(
     kwargs: dict[str, Any],
     settings: Settings,
     known: Known,
+    start: RandomState | None,
 ) -> tuple[Observation, Problem, dict[int, Any] | None]:
-    observed = run_step(observe, model, args, kwargs, settings.loss)
+    observed = run_step(partial(observe, start=start), model, args, kwargs, settings.loss)
     capture = observed.capture
-    with enough_memory("the ops of the forward were measured"):
+    with enough_memory("the ops of the forward were measured"), drawn(observed.start):
         profiled = profile(
             capture,
             model,
@@ -136,10 +148,15 @@ def _observe(
     return observed, problem, profiled.gradient_forms
 
 
-def _without(problem: Problem, wrong: Mapping[str, str]) -> Problem:
-    """Take the calls of some modules off those that may run again."""
+def _without(problem: Problem, wrong: Mapping[str, str], *, alike: bool) -> Problem:
+    """Take the calls of some modules, and of those like them, off those that may run again."""
+
+    def place(path: str) -> str:
+        return layer_pattern(path) if alike else path
+
+    places = set(map(place, wrong))
     spans = problem.spans or ()
-    kept = tuple(span for span in spans if span.name.partition(":")[0] not in wrong)
+    kept = tuple(span for span in spans if place(span.name.partition(":")[0]) not in places)
     return replace(problem, spans=kept)
 
 
@@ -180,6 +197,7 @@ def _solved(
         gradient_forms=forms,
         bucket_bytes=buckets,
         regions=regions,
+        uncalled=observed.uncalled,
     )
 
 
@@ -189,7 +207,7 @@ def _notes(regions: Regions, observed: Observation) -> Iterator[str]:
         names = ", ".join(unseen[:4]) + (", ..." if len(unseen) > 4 else "")
         yield (
             f"{len(unseen)} modules were not called when this was planned ({names}): they run as "
-            f"their neighbours do, and their memory is in no peak here."
+            f"their neighbours do, and a forward that calls more modules is planned anew."
         )
 
 

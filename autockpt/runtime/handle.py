@@ -14,7 +14,8 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from autockpt.capture.guards import GuardMiss
-from autockpt.errors import CaptureError, FallbackWarning
+from autockpt.capture.restore import RandomState
+from autockpt.errors import CaptureError, FallbackWarning, ProfileError
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install
 from autockpt.modules.step import plan_modules
@@ -140,6 +141,8 @@ class Handle:
                     return module.forward(*args, **kwargs)
             if entry is None:
                 entry = self._anew(module, args, kwargs, tried, missed)
+            elif isinstance(entry, ModuleEntry) and entry.fuller is not None:
+                entry = self._fuller(module, args, kwargs, entry)
             try:
                 output = entry.run(module, args, kwargs)
             except GuardMiss as miss:
@@ -152,7 +155,11 @@ class Handle:
                 return output
 
     def prepare(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        start: RandomState | None = None,
     ) -> Entry | ModuleEntry:
         """Record and plan a step, and keep it."""
         with self._lock:
@@ -174,7 +181,7 @@ class Handle:
                     if e.step.gradient_forms is not None
                 },
             )
-            entry = self._planned(module, tuple(args), dict(kwargs), known)
+            entry = self._planned(module, tuple(args), dict(kwargs), known, start)
             if len(self._entries) == MAX_ENTRIES and not self._evicted:
                 self._evicted = True
                 warnings.warn(
@@ -195,11 +202,16 @@ class Handle:
         return self.settings.emit == "modules" or self._fallback is not None
 
     def _planned(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Known,
+        start: RandomState | None,
     ) -> Entry | ModuleEntry:
         """Plan a step over its torch calls or, where they cannot be captured, over modules."""
         if self.over_modules:
-            return self._over_modules(module, args, kwargs, known, self._fallback)
+            return self._over_modules(module, args, kwargs, known, self._fallback, start)
         try:
             return Entry(plan_step(module, args, kwargs, self.settings, known))
         except ForwardError:
@@ -240,10 +252,12 @@ class Handle:
         kwargs: dict[str, Any],
         known: Known,
         reason: str | None,
+        start: RandomState | None = None,
     ) -> ModuleEntry:
         install(module)
         notes = () if reason is None else (f"Regions are calls of modules. {reason}",)
-        return ModuleEntry(plan_modules(module, args, kwargs, self.settings, known, notes))
+        step = plan_modules(module, args, kwargs, self.settings, known, notes, start)
+        return ModuleEntry(step)
 
     @_disable_dynamo
     def _fitting(
@@ -260,6 +274,22 @@ class Handle:
             if entry.step.capture.key.matches(module, args, kwargs):
                 return entry
         return None
+
+    @_disable_dynamo
+    def _fuller(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: ModuleEntry
+    ) -> Entry | ModuleEntry:
+        """Plan a step anew whose last forward called more modules than any before."""
+        with self._lock:
+            try:
+                fuller = self.prepare(module, args, kwargs, entry.fuller)
+            except ProfileError:  # someone else measures just now: later
+                return entry
+            assert isinstance(fuller, ModuleEntry)
+            self._entries = tuple(e for e in self._entries if e is not entry)
+            # Where input decides what is called, this one may have called less again.
+            fuller.most = max(fuller.most, entry.most)
+            return fuller
 
     @_disable_dynamo
     def _anew(
