@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.restore import RandomState
-from autockpt.errors import CaptureError, FallbackWarning, ProfileError
+from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install
 from autockpt.modules.step import plan_modules
@@ -233,7 +233,11 @@ class Handle:
         known: Known,
         reason: str,
     ) -> ModuleEntry:
-        entry = self._over_modules(module, args, kwargs, known, reason)
+        try:
+            entry = self._over_modules(module, args, kwargs, known, reason)
+        except InfeasibleError as error:
+            error.add_note(f"Regions are calls of modules here, which can do less. {reason}")
+            raise
         self._fallback = reason
         self._entries = ()
         warnings.warn(

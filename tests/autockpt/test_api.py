@@ -44,7 +44,7 @@ def net() -> Net:
         ({"memory_budget": 0.5}, TypeError, '"50%"'),
         ({"solver": "oracle"}, ValueError, "oracle"),
         ({"cost": "guess"}, ValueError, "guess"),
-        ({"emit": "modules"}, CaptureError, "modules"),
+        ({"emit": "module"}, ValueError, "modules"),
         ({"emit": "bytecode"}, ValueError, "bytecode"),
         ({"reserve": -1}, BudgetError, "reserve"),
         ({"reserve": 0.5}, TypeError, "reserve"),

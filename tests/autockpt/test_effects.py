@@ -164,8 +164,9 @@ def test_a_number_that_is_left_is_refused() -> None:
             self.calls += 1
             return super().forward(x) / self.calls
 
+    model = nn.Sequential(*[Counter() for _ in range(6)])
     with pytest.raises(CaptureError, match=r"attribute 'calls' of '0'"):
-        pair(Counter)
+        planned(model, emit="graph")
 
 
 # Backward hooks of parts.

@@ -73,10 +73,12 @@ def batch(rows: int = 512, width: int = 32) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
 
 
-def planned(model: nn.Module, x: Tensor | None = None, budget: Any = "60%") -> Any:
+def planned(
+    model: nn.Module, x: Tensor | None = None, budget: Any = "60%", emit: Any = "auto"
+) -> Any:
     x = batch() if x is None else x
     return autockpt.optimize(
-        model, (x,), memory_budget=budget, cost="roofline", solver="interval_dp"
+        model, (x,), memory_budget=budget, cost="roofline", solver="interval_dp", emit=emit
     )
 
 
@@ -319,7 +321,7 @@ def test_another_branch_is_another_step() -> None:
 
 def test_a_value_that_always_differs_is_refused() -> None:
     net = Reading()
-    optimized = planned(net)
+    optimized = planned(net, emit="graph")
     state = torch.get_rng_state()
     mean = net.norm.running_mean.clone()
     with pytest.raises(CaptureError, match="differs in every call"):

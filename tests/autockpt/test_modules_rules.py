@@ -1,0 +1,202 @@
+"""What module regions refuse, leave alone, undo and carry over."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autockpt
+from autockpt import CaptureError, PlanError, RecomputationError
+from autockpt.modules.parts import is_part
+from autockpt.runtime.swap import release
+from solvers import Plan
+from tests.autockpt.test_modules import Block, Stack, whole_blocks
+from tests.helpers import count_calls
+
+
+def _x(length: int = 128) -> Tensor:
+    return torch.randn(8, length, 32, generator=torch.Generator().manual_seed(1))
+
+
+def _optimized(model: nn.Module, *args: Any, budget: str = "50%", **options: Any) -> nn.Module:
+    return autockpt.optimize(
+        model, args or (_x(),), memory_budget=budget, emit="modules", cost="roofline", **options
+    )
+
+
+def test_modules_really_run_again() -> None:
+    model = _optimized(Stack(dropout=0.0), solver=whole_blocks)
+    calls = count_calls(lambda: model(_x()).square().mean().backward())
+    assert calls["aten.gelu.default"] == 8
+
+
+def test_the_original_is_untouched_and_the_result_is_of_its_classes() -> None:
+    model = Stack()
+    classes = [type(module) for module in model.modules()]
+    ours = _optimized(model)
+    assert [type(module) for module in model.modules()] == classes
+    for module, cls in zip(ours.modules(), classes, strict=True):
+        assert isinstance(module, cls)
+        assert type(module).__qualname__ == cls.__qualname__
+        assert inspect.signature(module.forward) == inspect.signature(cls.forward.__get__(module))
+    assert list(ours.state_dict()) == list(model.state_dict())
+    assert str(ours) == str(model)
+
+
+def test_undo_restores_every_class() -> None:
+    model = Stack()
+    ours = _optimized(model)
+    assert any(is_part(module) for module in ours.modules())
+    release(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]
+    again = autockpt.optimize(_optimized(model), (_x(),), memory_budget="50%", emit="graph")
+    assert not any(is_part(module) for module in again.modules())
+
+
+def test_copies_and_pickles_plan_anew(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    ours = _optimized(plain)
+    path = tmp_path / "model.pt"
+    torch.save(ours, path)
+    others = [
+        copy.deepcopy(ours),
+        pickle.loads(pickle.dumps(ours)),
+        torch.load(path, weights_only=False),
+    ]
+    expected = _gradients(plain)
+    for other in others:
+        found = _gradients(other)
+        assert other.autockpt.over_modules
+        assert other.autockpt.report.recompute_cost > 0
+        assert all(map(torch.equal, expected, found))
+    block = copy.deepcopy(ours.blocks[0])
+    assert torch.equal(block.eval()(_x()), plain.blocks[0].eval()(_x()))
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    model.train().zero_grad()
+    torch.manual_seed(5)
+    model(_x()).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_hooks_of_inner_modules_run_once() -> None:
+    model = Stack()
+    seen: list[str] = []
+    model.blocks[0].act.register_forward_hook(lambda *_: seen.append("act"))
+    model.blocks[1].register_forward_hook(lambda *_: seen.append("block"))
+    ours = _optimized(model, budget="70%")
+    names = {span.name for span in ours.autockpt.problem.spans}
+    assert "blocks.0" not in names
+    assert {"blocks.0.act", "blocks.1"} <= names
+    seen.clear()
+    ours(_x()).sum().backward()
+    assert ours.autockpt.report.recompute_cost > 0
+    assert seen == ["act", "block"]
+
+
+class _Forgetful(Block):
+    """Reads a value that no one else can see."""
+
+    values = iter(range(10**6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.values)
+
+
+def test_a_module_that_differs_each_time_is_no_region() -> None:
+    model = Stack(dropout=0.0)
+    model.blocks[2] = _Forgetful()
+    ours = _optimized(model, budget="70%", solver="auto")
+    assert "blocks.2\n" not in ours.autockpt.code
+    ours(_x()).sum().backward()
+
+
+_SWITCH = [False]
+
+
+class _Treacherous(Block):
+    """Does something else once a switch outside is thrown."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if _SWITCH[0] else y.exp()
+
+
+def test_a_recomputation_that_differs_names_the_module() -> None:
+    model = Stack(dropout=0.0)
+    for index in range(4):
+        model.blocks[index] = _Treacherous()
+    ours = _optimized(model, budget="70%", solver=whole_blocks)
+    loss = ours(_x()).sum()
+    _SWITCH[0] = True
+    try:
+        with pytest.raises(RecomputationError, match=r"Module blocks\.3 (.|\n)*Usual causes"):
+            loss.backward()
+    finally:
+        _SWITCH[0] = False
+
+
+def test_weights_that_change_before_backward_are_an_error() -> None:
+    ours = _optimized(Stack(), solver=whole_blocks)
+    loss = ours(_x()).sum()
+    with torch.no_grad():
+        ours.blocks[1].up.weight.add_(1)
+    with pytest.raises((RecomputationError, RuntimeError), match="modified by an inplace"):
+        loss.backward()
+
+
+def test_checkpoints_of_the_model_itself_are_refused() -> None:
+    class Own(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    with pytest.raises(CaptureError, match="calls checkpoint itself"):
+        _optimized(Own())
+
+
+def test_a_plan_is_carried_over_by_the_names_of_modules() -> None:
+    model = Stack()
+    first = _optimized(model)
+    text = first.autockpt.plan.to_json()
+    second = _optimized(model, plan=Plan.from_json(text))
+    assert second.autockpt.code == first.autockpt.code
+    # Another shape: the same modules, as long as they fit.
+    second(_x(64)).sum().backward()
+    assert second.autockpt.report.plain_peak_bytes < first.autockpt.report.plain_peak_bytes
+    assert second.autockpt.report.peak_bytes <= second.autockpt.report.budget_bytes
+
+
+def test_solvers_of_runs_are_refused() -> None:
+    with pytest.raises(PlanError, match="calls of modules"):
+        _optimized(Stack(), solver="rotor")
+
+
+def test_a_region_that_is_no_module_call_is_refused() -> None:
+    problem = _optimized(Stack()).autockpt.problem
+    with pytest.raises(PlanError, match=r"no call of a module"):
+        Plan.flat([(0, 2)]).check(problem)
+
+
+def test_counters_do_not_make_steps_new() -> None:
+    class Counter(Stack):
+        steps = 0
+
+        def forward(self, x: Tensor, step: int = 0) -> Tensor:
+            self.steps = self.steps + 1
+            return super().forward(x)
+
+    ours = _optimized(Counter())
+    for step in range(3):
+        ours(_x(), step=step).sum().backward()
+    assert len(ours.autockpt._entries) == 2  # with and without a step number
