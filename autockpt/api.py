@@ -208,6 +208,12 @@ def _check_model(model: object) -> None:
     if isinstance(model, wrappers):
         name = type(model).__name__
         raise CaptureError(f"The model is wrapped in {name}. Optimize first: {name}(optimize(m)).")
+    if "forward" in vars(model):
+        raise CaptureError(
+            f"The forward of this {type(model).__name__} was replaced on the object (model.forward "
+            f"= ..., as accelerator.prepare does), where it would hide the planned one. Optimize "
+            f"first and wrap then; a forward of your own belongs on a class: optimize a subclass."
+        )
 
 
 def _check_batch(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

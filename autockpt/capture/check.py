@@ -17,7 +17,7 @@ from autockpt.capture.captured import Capture
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
-from autockpt.capture.paths import read_path, tensors_within
+from autockpt.capture.paths import forward_of, read_path, tensors_within
 from autockpt.capture.refusals import drop, gone
 from autockpt.capture.replay import replay
 from autockpt.capture.restore import RandomState, untraced
@@ -74,6 +74,7 @@ def check(
     Costs four forwards without grad in time, and the memory of one.
     """
     kwargs = dict(kwargs or {})
+    plain_forward = forward_of(model)
     run = forward or (lambda root, *tensors: replay(capture, root, tensors))
     for second in (False, True):
         batch = _Batch(args, kwargs, redraw=second)
@@ -81,7 +82,7 @@ def check(
             return
         try:
             plain = _run(
-                capture, model, batch, lambda a, k: _results(capture, model, model.forward(*a, **k))
+                capture, model, batch, lambda a, k: _results(capture, model, plain_forward(*a, **k))
             )
         except Exception:
             if second:
@@ -276,7 +277,7 @@ def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -
         stream = Stream(model, args, kwargs)
         recorder = Recorder(stream, trace, lambda n, v: theirs.append((n, fingerprint(v))))
         with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(drop, gone):
-            model.forward(*args, **kwargs)
+            forward_of(model)(*args, **kwargs)
     calls = [n for n in capture.graph.nodes if n in ours and "call" in n.meta]
     for node, (other, theirs_) in zip(calls, theirs, strict=False):
         if str(node.target) != str(other.target) or ours[node] != theirs_:

@@ -31,9 +31,9 @@ def clone_module(model: M) -> M:
     torch.nn.Module
         Of the same class, with the same attributes in the same order. Parameters and buffers
         are the same objects; hook tables are copied; lists, dicts, tuples, sets and deques in
-        attributes are rebuilt; bound methods, partials and weak references of copied modules
-        lead to the copies; a submodule that is used twice is copied once. Any other object is
-        shared.
+        attributes are rebuilt; bound methods, partials, closures and weak references of copied
+        modules lead to the copies; a submodule that is used twice is copied once. Any other
+        object is shared.
 
     Raises
     ------
@@ -124,6 +124,42 @@ class _Cloner:
             args = self.clone(value.args)
             function = self.clone(value.func)
             return functools.partial(function, *args, **self.clone(value.keywords))
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            return self._closure(value)
         if isinstance(value, weakref.ref) and isinstance(value(), torch.nn.Module):
             return weakref.ref(self._follow(value()))
         return value
+
+    def _closure(self, function: types.FunctionType) -> Any:
+        """Follow what a wrapper put around a module's method closes over."""
+        # A function may close over itself; it stays as it is there.
+        self._made[id(function)] = function
+        cells = function.__closure__ or ()
+        contents = [self._content(cell) for cell in cells]
+        if all(new is old for new, old in zip(contents, map(_content_of, cells), strict=True)):
+            return function
+        fresh = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(map(types.CellType, contents)),
+        )
+        fresh.__kwdefaults__ = function.__kwdefaults__
+        vars(fresh).update({name: self.clone(value) for name, value in vars(function).items()})
+        self._made[id(function)] = fresh
+        return functools.update_wrapper(fresh, function, updated=())
+
+    def _content(self, cell: types.CellType) -> Any:
+        content = _content_of(cell)
+        if isinstance(content, torch.nn.Module):
+            return self._follow(content)
+        # State that a wrapper shares with others is not taken apart.
+        return content if type(content) in _CONTAINERS else self.clone(content)
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -10,7 +10,7 @@ from torch.nn.modules import module as _module_globals
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.freeze import Freezer, layout_of
-from autockpt.capture.paths import OURS
+from autockpt.capture.paths import OURS, forward_of
 from autockpt.capture.snapshot import GLOBAL_HOOKS, Snapshot
 from autockpt.capture.tree import Binding
 
@@ -35,11 +35,11 @@ class Key:
     def __init__(
         self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        self._call = _describe_call(Binding.of(model.forward), model, args, kwargs)
+        self._call = _describe_call(Binding.of(forward_of(model)), model, args, kwargs)
         self._types = _device_types(model, args, kwargs)
         self._ambient = Ambient.current(self._types)
         self._modes = _modes()
-        self._binding = Binding.of(model.forward)
+        self._binding = Binding.of(forward_of(model))
         self._model = _describe_model(model)
         self._tensors = _describe_tensors(model)
         self._fast = Snapshot(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,19 @@ _MAX_DEPTH = 8
 
 # What the library hangs on an optimized root; it says nothing about the forward.
 OURS = frozenset({"autockpt"})
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """Give the forward that is recorded.
+
+    Of an optimized model it is the one of the class that the user wrote: an attribute
+    ``forward`` of the object was put around ours (accelerate's autocast), and calls it.
+    """
+    original = getattr(type(model), "_autockpt_original", None)
+    forward: Callable[..., Any] = (
+        model.forward if original is None else original.forward.__get__(model)
+    )
+    return forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

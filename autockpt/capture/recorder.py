@@ -15,6 +15,7 @@ from autockpt.capture.key import Key
 from autockpt.capture.losses import check_loss, default_loss
 from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
+from autockpt.capture.paths import forward_of
 from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
 from autockpt.capture.restore import Trace, untraced
 from autockpt.capture.stream import Stream
@@ -103,7 +104,7 @@ def _record(
     recorder = Recorder(stream, trace)
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with patched(recorder), recorder, hooks:
-        output = model.forward(*args, **kwargs)
+        output = forward_of(model)(*args, **kwargs)
         stream.returned = type(output).__name__
         recorder.paused += 1
         template, tensors = Template.describe(output)

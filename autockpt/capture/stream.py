@@ -16,7 +16,7 @@ from autockpt.capture import guards
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.captured import TensorMeta
 from autockpt.capture.externals import Externals
-from autockpt.capture.paths import Path
+from autockpt.capture.paths import Path, forward_of
 from autockpt.capture.restore import RandomState
 from autockpt.capture.sources import source_line
 from autockpt.capture.tree import Inputs
@@ -69,7 +69,7 @@ class Stream:
         # Numbers of the module calls that are under way, and of those that must not run again.
         self.calls: list[int] = []
         self.forbidden: dict[int, str] = {}
-        self.inputs = Inputs.discover(model.forward, args, kwargs)
+        self.inputs = Inputs.discover(forward_of(model), args, kwargs)
         self.externals = Externals(model)
         self.stage = "model"
         self.modules: list[str] = []

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from autockpt.capture.guards import GuardMiss
+from autockpt.capture.paths import forward_of
 from autockpt.capture.restore import RandomState
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
@@ -138,7 +139,7 @@ class Handle:
             recorded = entry is None
             if entry is None and not tried and not _anything_to_train(module, args, kwargs):
                 with originals():
-                    return module.forward(*args, **kwargs)
+                    return forward_of(module)(*args, **kwargs)
             if entry is None:
                 entry = self._anew(module, args, kwargs, tried, missed)
             elif isinstance(entry, ModuleEntry) and entry.fuller is not None:

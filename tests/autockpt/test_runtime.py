@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -548,3 +549,47 @@ def test_a_larger_model_with_an_optimized_part_is_planned_as_a_whole(net: Net) -
     assert_alike(whole, optimized, batch())
     assert any(op.module.startswith("1.blocks") for op in optimized.autockpt.problem.ops)
     assert type(optimized[1]) is type(part)
+
+
+def doubled(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return 2 * forward(*args, **kwargs)
+
+    return inner
+
+
+def test_a_forward_put_around_ours_afterwards() -> None:
+    # As accelerate does. The context is one object, which must not be entered inside itself.
+    plain = Net()
+    optimized: Any = autockpt.optimize(
+        copy.deepcopy(plain), memory_budget="60%", cost="roofline", solver="interval_dp"
+    )
+    for model in (plain, optimized):
+        model.forward = torch.autocast("cpu", torch.bfloat16)(doubled(model.forward))
+    for seed in (1, 2):
+        pair = [run_step(m, (batch(),), loss=torch.sum, seed=seed) for m in (plain, optimized)]
+        assert_same_bits(*pair)
+    assert not torch.is_autocast_enabled("cpu")
+    assert optimized.autockpt.plan.regions
+
+
+def test_a_forward_put_around_the_models_before_is_refused(net: Net) -> None:
+    net.forward = doubled(net.forward)
+    with pytest.raises(CaptureError, match="replaced on the object"):
+        planned(net)
+
+
+def test_forwards_put_around_those_of_layers(net: Net) -> None:
+    for block in net.blocks:
+        block.forward = doubled(block.forward)
+    optimized = planned(net)
+    inner = optimized.blocks[1].forward.__closure__[0].cell_contents
+    assert inner.__self__ is optimized.blocks[1]
+    for mode in (True, False):
+        steps = []
+        for model in (net, optimized):
+            model.train(mode)
+            with buffers_restored(model):
+                steps.append(run_step(model, (batch(),), loss=torch.sum))
+        assert_same_bits(*steps)
