@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.modules import module as _module_globals
 
-from autockpt.capture.freeze import layout_of
 from autockpt.capture.paths import OURS, fields_of, is_atom
 
 GLOBAL_HOOKS = (
@@ -23,25 +21,34 @@ GLOBAL_HOOKS = (
 _MAX_DEPTH = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Space:
-    """The values of a namespace or container: identities, layouts of tensors, what is nested."""
+class _Level:
+    """Values side by side: identities, layouts of tensors, and which of them are looked into.
 
-    ids: list[int]
-    tensors: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
-    nested: list[tuple[int, type, _Space]] = field(default_factory=list)
+    All namespaces of a model are one level, what is in their containers is the next: comparing
+    is then a few passes in C over long lists.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.tensors: list[int] = []
+        self.layouts: _Layouts = ([], [], [], [], [], [])
+        self.nested: list[int] = []
+        self.classes: list[type] = []
 
     def holds(self, values: list[Any]) -> bool:
         if list(map(id, values)) != self.ids:
             return False
-        for index, layout in self.tensors:
-            if layout_of(values[index]) != layout:
-                return False
-        for index, cls, space in self.nested:
+        # An identity is that of another object if a container died and one was made in its place.
+        if [type(values[index]) for index in self.nested] != self.classes:
+            return False
+        return _layouts([values[index] for index in self.tensors]) == self.layouts
+
+    def next(self, values: list[Any]) -> list[Any]:
+        inside: list[Any] = []
+        for index in self.nested:
             value = values[index]
-            if type(value) is not cls or not space.holds(_values_in(value)):
-                return False
-        return True
+            inside += value.values() if type(value) in _DICTS else _values_in(value)
+        return inside
 
 
 class Snapshot:
@@ -59,46 +66,55 @@ class Snapshot:
         self._gone: list[Any] = []
         self._held: dict[int, Any] = {}
         self._empty: list[Any] = []
-        self._seen: set[int] = set()
         self._root = weakref.ref(model)
-        self._modules = [
-            (weakref.ref(module), type(module), self._space(_namespace(module), 0))
-            for module in model.modules()
-        ]
-        self._global = self._space(_global_hooks(), 0)
+        modules = list(model.modules())
+        self._modules = list(map(weakref.ref, modules))
+        self._classes = list(map(type, modules))
+        self._levels: list[_Level] = []
+        spaces = [vars(module).items() for module in modules]
+        seen = {id(value) for space in spaces for name, value in space if name in OURS}
+        values = _namespaces(modules)
+        depths = [0] * len(values)
+        while values:
+            values, depths = self._level(values, depths, seen)
 
     def holds(self, model: torch.nn.Module) -> bool:
         """Whether nothing was replaced; False where that is not known."""
         if self._gone or model is not self._root() or any(self._empty):
             return False
-        for reference, cls, space in self._modules:
-            module = reference()
-            if type(module) is not cls or not space.holds(_namespace(module)):
+        modules: Any = [reference() for reference in self._modules]
+        if list(map(type, modules)) != self._classes:
+            return False
+        values = _namespaces(modules)
+        for level in self._levels:
+            if not level.holds(values):
                 return False
-        return self._global.holds(_global_hooks())
+            values = level.next(values)
+        return True
 
-    def _space(self, values: Sequence[Any], depth: int) -> _Space:
-        space = _Space(list(map(id, values)))
-        for index, value in enumerate(values):
+    def _level(
+        self, values: list[Any], depths: list[int], seen: set[int]
+    ) -> tuple[list[Any], list[int]]:
+        level = _Level()
+        level.ids = list(map(id, values))
+        below: list[int] = []
+        for index, (value, depth) in enumerate(zip(values, depths, strict=True)):
             self._hold(value)
             if isinstance(value, torch.Tensor):
-                space.tensors.append((index, layout_of(value)))
-            elif self._is_nested(value, depth):
-                self._seen.add(id(value))
+                level.tensors.append(index)
+            elif id(value) not in seen and _is_nested(value, depth):
+                seen.add(id(value))
                 inner = _values_in(value)
                 if inner:
+                    level.nested.append(index)
                     deeper = depth if isinstance(value, _CONTAINERS) else max(depth, 1)
-                    inside = self._space(inner, deeper + 1)
-                    space.nested.append((index, type(value), inside))
+                    below += [deeper + 1] * len(inner)
                 elif isinstance(value, _CONTAINERS):
                     self._empty.append(value)
-        return space
-
-    def _is_nested(self, value: Any, depth: int) -> bool:
-        if id(value) in self._seen or depth > _MAX_DEPTH:
-            return False
-        # As a key does: other objects count one level deep.
-        return isinstance(value, _CONTAINERS) or (depth <= 1 and not is_atom(value))
+        level.classes = [type(values[index]) for index in level.nested]
+        level.layouts = _layouts([values[index] for index in level.tensors])
+        self._levels.append(level)
+        return level.next(values), below
 
     def _hold(self, value: Any) -> None:
         if id(value) in self._held or isinstance(value, _CONTAINERS):
@@ -109,7 +125,31 @@ class Snapshot:
             self._held[id(value)] = value
 
 
+def _is_nested(value: Any, depth: int) -> bool:
+    if depth > _MAX_DEPTH:
+        return False
+    # As a key does: other objects count one level deep.
+    return isinstance(value, _CONTAINERS) or (depth <= 1 and not is_atom(value))
+
+
+_Layouts = tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]
+
+
+def _layouts(tensors: list[torch.Tensor]) -> _Layouts:
+    """What ``layout_of`` says of each."""
+    layouts = [t.layout for t in tensors]
+    return (
+        [t.shape for t in tensors],
+        [t.stride() if k is torch.strided else () for t, k in zip(tensors, layouts, strict=True)],
+        [t.dtype for t in tensors],
+        [t.device for t in tensors],
+        [t.requires_grad for t in tensors],
+        layouts,
+    )
+
+
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_DICTS = (dict, OrderedDict)
 
 
 def _values_in(value: Any) -> list[Any]:
@@ -121,12 +161,9 @@ def _values_in(value: Any) -> list[Any]:
     return list((space if isinstance(space, dict) else fields_of(value)).values())
 
 
-def _namespace(module: torch.nn.Module) -> list[Any]:
-    space = vars(module)
-    if OURS.isdisjoint(space):
-        return list(space.values())
-    return [value for name, value in space.items() if name not in OURS]
-
-
-def _global_hooks() -> list[Any]:
-    return [getattr(_module_globals, name) for name in GLOBAL_HOOKS]
+def _namespaces(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """Give what hangs on the modules, and the tables of global hooks."""
+    values: list[Any] = [getattr(_module_globals, name) for name in GLOBAL_HOOKS]
+    for module in modules:
+        values += module.__dict__.values()
+    return values
