@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autockpt.capture.paths import OURS, format_steps, tensors_within
+from autockpt.capture.paths import format_steps, is_apart, tensors_within
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", *OURS})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,13 @@ class Externals:
         """Return the attribute that `tensor` is, if it is known already."""
         return self._known.get(id(tensor))
 
+    def current(self, tensor: torch.Tensor) -> External | None:
+        """Look for a parameter that was put in another's place since."""
+        for name, found in self._model.named_parameters():
+            if found is tensor:
+                return External(target=name, kind="parameter")
+        return None
+
     def search(self, tensor: torch.Tensor) -> External | None:
         """Look for `tensor` in the plain attributes of all modules, containers included."""
         for target, found in attribute_tensors(self._model):
@@ -60,7 +67,7 @@ class Externals:
 def attribute_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in plain attributes of all modules, containers included, by path."""
     for prefix, module in model.named_modules():
-        state = {k: v for k, v in vars(module).items() if k not in _REGISTRIES}
+        state = {k: v for k, v in vars(module).items() if k not in _REGISTRIES and not is_apart(k)}
         for steps, tensor in tensors_within(state, objects=True):
             (_, name), *rest = steps
             path = f"{prefix}.{name}" if prefix else str(name)

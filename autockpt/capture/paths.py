@@ -18,6 +18,14 @@ _MAX_DEPTH = 8
 # What the library hangs on an optimized root; it says nothing about the forward.
 OURS = frozenset({"autockpt"})
 
+# What torch's composable APIs (fully_shard) hang on a module: state of theirs, not of the model.
+_COMPOSABLE = "__composable_api_state_key"
+
+
+def is_apart(name: str) -> bool:
+    """Whether an attribute of a module is no part of the model."""
+    return name in OURS or name.startswith(_COMPOSABLE)
+
 
 def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
     """Give the forward that is recorded.

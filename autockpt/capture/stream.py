@@ -172,6 +172,8 @@ class Stream:
                 self.inputs = replace(self.inputs, paths=(*self.inputs.paths, path))
                 return self._placeholder(path, tensor)
             external = self.externals.search(tensor)
+            if external is None and self.lenient:
+                external = self.externals.current(tensor)
         if external is None and (self.lenient or self.stage == "loss"):
             return self._closure(tensor)
         if external is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autockpt.capture.guards import same
-from autockpt.capture.paths import OURS, fields_of, is_atom
+from autockpt.capture.paths import fields_of, is_apart, is_atom
 
 _OBJECT_DEPTH = 3
 _MISSING = object()
@@ -128,7 +128,7 @@ class Watch:
         self._seen[id(owner)] = owner
         self._namespaces.append((where, owner, namespace, dict(namespace)))
         for key, value in namespace.items():
-            if key in OURS:
+            if is_apart(key):
                 continue
             self.visit(f"{where}.{key}" if where else key, value, depth)
 

@@ -23,6 +23,7 @@ from autockpt.capture.stream import Stream
 from autockpt.capture.watch import Watch
 from autockpt.modules.key import ModuleKey
 from autockpt.modules.parts import Forward, calling
+from autockpt.modules.sharding import sharded_inside
 from autockpt.modules.state import watch_module, watch_values
 
 Loss = Callable[[Any], torch.Tensor]
@@ -335,7 +336,7 @@ def _observed(
         capture=capture,
         closures=stream.closures,
         calls=tuple(observer.calls),
-        forbidden={**_hooked(model, observer), **stream.forbidden},
+        forbidden={**_hooked(model, observer), **_gathering(model, observer), **stream.forbidden},
         counts=observer.counts,
         python=rehearsal.python,
         start=rehearsal.start,
@@ -347,7 +348,16 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return list(Template.describe(output)[1])
 
 
-_HARMLESS = ("torch.distributed.", "transformers.utils.output_capturing")
+def _gathering(model: nn.Module, observer: _Observer) -> dict[int, str]:
+    reasons = sharded_inside(model)
+    return {i: reasons[c.path] for i, c in enumerate(observer.calls) if c.path in reasons}
+
+
+_HARMLESS = (
+    "torch.distributed.",
+    "transformers.utils.output_capturing",
+    "autockpt.modules.sharding",
+)
 
 
 def _hooked(model: nn.Module, observer: _Observer) -> dict[int, str]:

@@ -16,6 +16,7 @@ from autockpt.lower import lower
 from autockpt.modules.check import differing
 from autockpt.modules.observe import Observation, drawn, observe
 from autockpt.modules.run import Regions
+from autockpt.modules.sharding import Stand, gathered_bytes, is_sharded, looked_at, of_a_rank
 from autockpt.modules.spans import regions_of, with_spans
 from autockpt.pipeline import (
     PLANNING,
@@ -94,8 +95,8 @@ def plan_modules(
     ------
     CaptureError, ProfileError, BudgetError, InfeasibleError, PlanError
     """
-    with PLANNING, originals(), unwatched():
-        observed, problem, forms = _observe(model, args, kwargs, settings, known, start)
+    with PLANNING, originals(), unwatched(), looked_at(model) as stand:
+        observed, problem, forms = _observe(model, args, kwargs, settings, known, start, stand)
         for number in range(_MOST_CHECKS):
             step = _solved(model, observed, problem, settings, known, notes, forms)
             what = "modules were run twice to compare the results"
@@ -118,9 +119,9 @@ def lower_modules(
     cost: CostChoice = "roofline",
 ) -> tuple[Capture, Problem]:
     """Observe and profile a step, without a check of its regions."""
-    with PLANNING, originals(), unwatched():
-        settings = Settings(memory_budget="100%", loss=loss, cost=cost)
-        observed, problem, _ = _observe(model, args, kwargs, settings, Known(), None)
+    settings = Settings(memory_budget="100%", loss=loss, cost=cost)
+    with PLANNING, originals(), unwatched(), looked_at(model) as stand:
+        observed, problem, _ = _observe(model, args, kwargs, settings, Known(), None, stand)
     return observed.capture, problem
 
 
@@ -131,6 +132,7 @@ def _observe(
     settings: Settings,
     known: Known,
     start: RandomState | None,
+    stand: Stand,
 ) -> tuple[Observation, Problem, dict[int, Any] | None]:
     observed = run_step(partial(observe, start=start), model, args, kwargs, settings.loss)
     capture = observed.capture
@@ -141,10 +143,12 @@ def _observe(
             args,
             kwargs,
             cost=settings.cost,
-            closures=observed.closures,
+            closures=stand.beside(observed.closures),
             forms=known.forms.get(capture.signature),
         )
     problem = with_spans(lower(capture, profiled, undone=True), observed)
+    if is_sharded(model):
+        problem = of_a_rank(problem, model)
     return observed, problem, profiled.gradient_forms
 
 
@@ -170,7 +174,7 @@ def _solved(
     forms: dict[int, Any] | None,
 ) -> ModuleStep:
     plain = simulate(problem, Plan())
-    buckets = bucket_bytes(model)
+    buckets = bucket_bytes(model) + gathered_bytes(model)
     budget = resolve_budget(settings, problem, plain, buckets)
     settings = replace(settings, reserve=settings.reserve + buckets)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:

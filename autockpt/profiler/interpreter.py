@@ -8,7 +8,7 @@ not fit is still profiled. On ``meta`` tensors the same pass needs no memory at 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -78,7 +78,7 @@ def profile(
     timed = cost == "time" and device.type != "meta"
     with untraced(model, args, kwargs) as trace:
         runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
-        runner.closures.update(closures or {})
+        runner.closures = closures or {}
         if forms is None:
             layouts = gradient_layouts(capture, model, inputs, runner.closures)
             forms = forms_of(capture, layouts)
@@ -147,7 +147,7 @@ class _Runner(fx.Interpreter):
         self.externals: dict[fx.Node, External] = {}
         self.known: dict[Any, Rehearsal] = {}
         self.unpacked: dict[fx.Node, tuple[fx.Node, int]] = {}
-        self.closures: dict[str, torch.Tensor] = {}
+        self.closures: Mapping[str, torch.Tensor] = {}
         self.layouts: dict[fx.Node, tuple[Layout, ...]] = {}
         self._model = model
         self._base = capture.ambient
@@ -155,8 +155,8 @@ class _Runner(fx.Interpreter):
         self._cost = cost
         self._trace = trace
         self._timed = timed
-        self._objects: dict[int, int] = {}
-        self._storages: dict[int, int] = {}
+        self._objects: dict[Hashable, int] = {}
+        self._storages: dict[Hashable, int] = {}
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._buffers = {id(buffer) for buffer in model.buffers()}
 
@@ -179,6 +179,12 @@ class _Runner(fx.Interpreter):
     def _read(self, target: str) -> Any:
         held = self.closures.get(target)
         return held if held is not None else read_path(self._model, target)
+
+    def _identity(self, node: fx.Node, tensor: torch.Tensor) -> tuple[Hashable, Hashable]:
+        """Tell tensors and storages apart, those too that are made whenever they are read."""
+        if node.op == "get_attr" and node.target in self.closures:
+            return str(node.target), str(node.target)
+        return id(tensor), storage_of(tensor)
 
     def _unpack(self, node: fx.Node, value: Any) -> Any:
         self.rehearsals[node] = Rehearsal(facts=OpFacts(), name=node.name)
@@ -250,14 +256,15 @@ class _Runner(fx.Interpreter):
         kind: Literal["parameter", "buffer", "attribute", "batch"] = "attribute"
         if node.op == "placeholder":
             kind = "batch"
-        elif id(tensor) in self._parameters:
+        elif id(tensor) in self._parameters or node.meta.get("kind") == "parameter":
             kind = "parameter"
         elif id(tensor) in self._buffers:
             kind = "buffer"
         wanted = tensor.requires_grad
+        same, allocated = self._identity(node, tensor)
         return External(
-            tensor=self._objects.setdefault(id(tensor), len(self._objects)),
-            storage=self._storages.setdefault(storage_of(tensor), len(self._storages)),
+            tensor=self._objects.setdefault(same, len(self._objects)),
+            storage=self._storages.setdefault(allocated, len(self._storages)),
             storage_bytes=storage_bytes(tensor),
             gradient_bytes=tensor.numel() * tensor.element_size() if wanted else 0,
             kind=kind,

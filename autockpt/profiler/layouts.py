@@ -121,7 +121,7 @@ class _Runner(fx.Interpreter):
         self.extra_traceback = False
         self.layouts: dict[fx.Node, list[Layout]] = {}
         self._model, self._mode, self._closures = model, mode, closures
-        self._fakes: dict[int, torch.Tensor] = {}
+        self._fakes: dict[int | str, torch.Tensor] = {}
         self._leaves: list[torch.Tensor] = []
         self._loss: torch.Tensor | None = None
 
@@ -131,7 +131,10 @@ class _Runner(fx.Interpreter):
             return self._fake(super().run_node(n))
         if n.op == "get_attr":
             held = self._closures.get(str(n.target))
-            return self._fake(read_path(self._model, str(n.target)) if held is None else held)
+            if held is not None:
+                # Made for us alone, perhaps: its id says nothing.
+                return self._fake(held, str(n.target))
+            return self._fake(read_path(self._model, str(n.target)))
         if n.op == "output":
             output: Any = n.args[0]
             self._loss = self.env[output[1]]
@@ -151,11 +154,12 @@ class _Runner(fx.Interpreter):
         with outside_autocast(self._loss.device.type):
             torch.autograd.grad(self._loss, self._leaves, allow_unused=True)
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = self._fakes.get(id(tensor))
+    def _fake(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+        key = id(tensor) if name is None else name
+        fake = self._fakes.get(key)
         if fake is None:
             fake = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-            self._fakes[id(tensor)] = fake
+            self._fakes[key] = fake
             if tensor.requires_grad:
                 self._leaves.append(fake)
         return fake
