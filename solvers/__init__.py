@@ -1,10 +1,11 @@
 """Solvers of the checkpoint placement problem, without torch.
 
 >>> sorted(SOLVERS)[:3]
-['auto', 'chen_greedy', 'every_k']
+['auto', 'checkmate', 'chen_greedy']
 """
 
 from solvers.bounds import bound, peak_bound
+from solvers.checkmate import Schedule, best_schedule
 from solvers.dispatch import SOLVERS, Solver, solve
 from solvers.errors import InfeasibleError, NoPlanFoundError, PlanError
 from solvers.minimum import least_peak
@@ -24,9 +25,11 @@ __all__ = [
     "Prediction",
     "Problem",
     "Region",
+    "Schedule",
     "Solver",
     "Storage",
     "Value",
+    "best_schedule",
     "bound",
     "least_peak",
     "peak_bound",

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from solvers import (
     auto,
+    checkmate,
     chen_greedy,
     every_k,
     exhaustive,
@@ -30,6 +31,7 @@ Solver = Callable[[Problem, int], Plan]
 SOLVERS: Mapping[str, Solver] = MappingProxyType(
     {
         "auto": auto.solve,
+        "checkmate": checkmate.solve,
         "chen_greedy": chen_greedy.solve,
         "every_k": every_k.solve,
         "exhaustive": exhaustive.solve,
@@ -63,7 +65,7 @@ def solve(
         A name in ``SOLVERS``, or any callable that takes a problem and a budget in bytes and
         returns a plan.
     seconds : float, optional
-        Time limit of ``"auto"`` and ``"ilp"``; the others are quick by themselves.
+        Time limit of ``"auto"``, ``"ilp"`` and ``"checkmate"``; the others are quick by themselves.
     progress : callable, optional
         Told by ``"auto"`` what is tried, one line at a time.
 
@@ -96,7 +98,7 @@ def solve(
     >>> solve(problem, 12, "magic")
     Traceback (most recent call last):
     ...
-    solvers.errors.PlanError: There is no solver 'magic'. Use one of auto, chen_greedy,
+    solvers.errors.PlanError: There is no solver 'magic'. Use one of auto, checkmate, chen_greedy,
     every_k, exhaustive, ilp, interval_dp, min_cut, none, rotor, sqrt_n, treeverse, or a
     callable (problem, budget_bytes) -> Plan.
     """
@@ -106,6 +108,8 @@ def solve(
         return _over_modules(problem, budget_bytes, solver)
     if solver == "ilp" and seconds is not None:
         return ilp.solve(problem, budget_bytes, seconds=seconds)
+    if solver == "checkmate" and seconds is not None:
+        return checkmate.solve(problem, budget_bytes, seconds=seconds)
     if isinstance(solver, str) and solver in SOLVERS:
         return SOLVERS[solver](problem, budget_bytes)
     if isinstance(solver, str) or not callable(solver):

@@ -162,7 +162,7 @@ def test_another_models_plan_is_refused(model):
         simulate(model, Plan(signature="else"))
 
 
-@pytest.mark.parametrize("name", sorted(set(SOLVERS) - {"exhaustive", "none", "ilp"}))
+@pytest.mark.parametrize("name", sorted(set(SOLVERS) - {"checkmate", "exhaustive", "none", "ilp"}))
 def test_solvers_fit_and_are_deterministic(model, name):
     # What a cut leaves out comes back at once: that solver needs more room than the others.
     share = 0.8 if name == "min_cut" else 0.6
