@@ -23,7 +23,7 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     Returns
     -------
     Plan
-        A baseline, no guarantee.
+        A baseline, no guarantee; no region where the plain step fits.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
         fits = peak <= budget_bytes
         return (not fits, cost, peak) if fits else (not fits, peak, cost)
 
-    best = min(candidates(problem), key=order)
+    best = min(((), *candidates(problem)), key=order)
     return require(problem, priced(problem, best, "every_k", budget_bytes, started), budget_bytes)
 
 

@@ -9,6 +9,7 @@ from solvers.blocks import blocks, grouped
 from solvers.plan import Plan
 from solvers.pricing import priced, require
 from solvers.problem import Problem
+from solvers.replay import replay_of
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:
@@ -23,7 +24,8 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     Returns
     -------
     Plan
-        A baseline: O(sqrt n) memory on a chain of equal blocks, at most one more forward.
+        A baseline: O(sqrt n) memory on a chain of equal blocks, at most one more forward; no
+        region where the plain step fits.
 
     Raises
     ------
@@ -37,5 +39,6 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     """
     started = time.perf_counter()
     runs = blocks(problem)
-    regions = grouped(problem, runs, max(1, math.isqrt(len(runs)))) if runs else ()
+    fits = replay_of(problem).price(())[0] <= budget_bytes
+    regions = () if fits or not runs else grouped(problem, runs, max(1, math.isqrt(len(runs))))
     return require(problem, priced(problem, regions, "sqrt_n", budget_bytes, started), budget_bytes)

@@ -62,7 +62,7 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
         fits = peak <= budget_bytes
         return (not fits, cost, peak) if fits else (not fits, peak, cost)
 
-    best = min(candidates(problem), key=order)
+    best = min(((), *candidates(problem)), key=order)
     plan = priced(problem, best, "treeverse", budget_bytes, started)
     return require(problem, plan, budget_bytes)
 
