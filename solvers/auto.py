@@ -16,6 +16,7 @@ from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
+from solvers.prologues import with_prologues, without_vain_prologues
 from solvers.replay import Replay, replay_of
 
 Regions = tuple[Region, ...]
@@ -149,9 +150,24 @@ class _Search:
             regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
             if regions is not None:
                 yield iter([fitted(replay, regions, budget_bytes, self._prices())])
+        yield self._with_prologues(room)
         if replay.graph.size <= _ILP_OPS:
             self.say("flat regions by integer programming")
             yield iter([self._by_program()])
+
+    def _with_prologues(self, room: int) -> Iterator[Regions | None]:
+        """Yield flat regions some of which make inputs again rather than hold them."""
+        replay = self.replay
+        search = search_of(replay)
+        offered = with_prologues(search)
+        if not offered:
+            return
+        self.say("regions with prologues")
+        for share in (1.0, *_ASKED_SHARES):
+            regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
+            if regions is not None:
+                regions = without_vain_prologues(replay.problem, regions)
+                yield fitted(replay, regions, self.budget_bytes, self._prices())
 
     def _by_program(self) -> Regions | None:
         try:

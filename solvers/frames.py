@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from solvers.graph import Graph
 from solvers.plan import Region
 from solvers.problem import Problem
+from solvers.prologue import last_reads
 
 Claim = tuple[int, int]
 """When a recomputed instance is let go; the least is the latest.
@@ -33,7 +34,7 @@ class Frame:
     height : int
         0 without children, else one more than the highest child.
     inputs : tuple of int
-        Tracked storages from before the region that it reads.
+        Tracked storages from before the region that it reads, or its prologue.
     packs_inputs : bool
         Whether it has any input that is not a parameter: a parent's replay counts that as
         something saved.
@@ -90,6 +91,7 @@ class Frames:
     def __init__(self, problem: Problem, graph: Graph) -> None:
         self.problem = problem
         self.graph = graph
+        self.read_last = last_reads(problem)
         self._frames: dict[Region, Frame] = {}
 
     def __call__(self, region: Region) -> Frame:
@@ -108,7 +110,7 @@ class Frames:
         claims = _claims(graph, packing, children)
         stop, partial = self._replay_end(packing, children)
         levels, held = self._replay(region, children, claims, stop, partial)
-        cost, flops, count = self._run_cost(region.start, stop, partial)
+        cost, flops, count = self._run_cost(region, stop, partial)
         live = [r for i in packing if (r := graph.release[i]) is not None]
         live += [child.release for child in children if child.release is not None]
         triggers = [i for i in packing if graph.reached[i]]
@@ -119,7 +121,7 @@ class Frames:
             region=region,
             height=height,
             children=children,
-            inputs=_inputs(graph, region),
+            inputs=self._held_inputs(region) if region.prologue else _inputs(graph, region),
             packs_inputs=any(graph.earliest_input[i] < region.start for i in inside),
             trigger=max(triggers, default=None),
             release=min(live, default=None),
@@ -167,8 +169,10 @@ class Frames:
         # The state is saved even where not one op runs before the replay ends.
         levels = [(region.start, level)] if level else []
         held: list[int] = []
-        dropped = {i for child in children for i in range(child.region.start, child.region.stop)}
         dying: dict[int, int] = {}
+        if region.prologue:
+            level = self._run_prologue(region, claims, stop, level, levels, held, dying)
+        dropped = {i for child in children for i in range(child.region.start, child.region.stop)}
         for i in range(region.start, stop if partial is None else partial + 1):
             level += state_changes.get(i, 0)
             before = level + sum(nbytes[s] for s in graph.copied[i])
@@ -207,8 +211,51 @@ class Frames:
                 changes[stop] = changes.get(stop, 0) - state
         return changes
 
-    def _run_cost(self, start: int, stop: int, partial: int | None) -> tuple[int, int, int]:
-        ran = self.problem.ops[start:stop] if stop > start else ()
+    def _run_prologue(
+        self,
+        region: Region,
+        claims: dict[int, Claim],
+        stop: int,
+        level: int,
+        levels: list[tuple[int, int]],
+        held: list[int],
+        dying: dict[int, int],
+    ) -> int:
+        """Run what comes before the region's own ops, without grad; return the level after it."""
+        graph, ops = self.graph, self.problem.ops
+        last: dict[int, int] = {}
+        for i in (*region.prologue, *range(region.start, region.stop)):
+            last.update((self.problem.values[v].storage, i) for v in ops[i].inputs)
+        # A view that the region returns lives until its replay ends.
+        for i in range(region.start, region.stop):
+            for v in ops[i].outputs:
+                if self.read_last[v] >= region.stop:
+                    last[self.problem.values[v].storage] = region.stop
+        for i in region.prologue:
+            for s in graph.produced[i]:
+                level += graph.nbytes[s]
+                if s in claims:
+                    held.append(s)
+                elif (end := last.get(s, i)) < stop:
+                    dying[end] = dying.get(end, 0) + graph.nbytes[s]
+            levels.append((i, level + ops[i].workspace_in_region_bytes))
+            level -= dying.pop(i, 0)
+        return level
+
+    def _held_inputs(self, region: Region) -> tuple[int, ...]:
+        """Return what a region with a prologue holds: all that is read and not made again."""
+        graph, problem = self.graph, self.problem
+        again = set(region.prologue)
+        found: dict[int, None] = {}
+        for i in (*region.prologue, *range(region.start, region.stop)):
+            read = [problem.values[v].storage for v in problem.ops[i].inputs]
+            for s in (*read, *(graph.saved[i] if i >= region.start else ())):
+                if 0 <= graph.producer[s] < region.start and graph.producer[s] not in again:
+                    found[s] = None
+        return tuple(found)
+
+    def _run_cost(self, region: Region, stop: int, partial: int | None) -> tuple[int, int, int]:
+        ran = [self.problem.ops[i] for i in (*region.prologue, *range(region.start, stop))]
         cost, flops = sum(op.cost for op in ran), sum(op.flops for op in ran)
         if partial is None:
             return cost, flops, len(ran)

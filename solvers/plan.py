@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from solvers.errors import PlanError
 from solvers.problem import Problem
+from solvers.prologue import check_prologues
 
 Status = Literal["optimal", "feasible", "time limit"]
 
@@ -17,14 +18,24 @@ Status = Literal["optimal", "feasible", "time limit"]
 class Region:
     """A run of consecutive ops, ``start <= i < stop``, executed under ``checkpoint``.
 
-    ``children`` are regions inside it: disjoint, in order, each smaller than the parent.
-    ``module`` is the ``Span.name`` of a region that is a call of a module.
+    Attributes
+    ----------
+    start, stop : int
+    children : tuple of Region
+        Regions inside it: disjoint, in order, each smaller than the parent.
+    module : str
+        The ``Span.name`` of a region that is a call of a module.
+    prologue : tuple of int
+        Ops before ``start``, in order, that a replay runs first, without grad. What they make
+        is not held for the replay but made again; what they read is held. Only for a region
+        with neither parent nor children.
     """
 
     start: int
     stop: int
     children: tuple[Region, ...] = ()
     module: str = ""
+    prologue: tuple[int, ...] = ()
 
     def walk(self) -> Iterator[Region]:
         """Yield this region and all inside it, outermost first."""
@@ -108,6 +119,7 @@ class Plan:
                 f"{self.signature}, this model's has {problem.signature}. Plan again."
             )
         _check_regions(self.regions, 0, len(problem.ops), problem)
+        check_prologues(self.regions, problem)
         _check_spans(self, problem)
 
 
@@ -118,6 +130,7 @@ def _region(entry: dict[str, Any]) -> Region:
         stop=int(entry["stop"]),
         children=children,
         module=str(entry.get("module", "")),
+        prologue=tuple(int(op) for op in entry.get("prologue", ())),
     )
 
 

@@ -1,4 +1,4 @@
-"""Random small modules under random nested plans: predicted peaks are the measured ones.
+"""Random small modules, random plans: predicted peaks are the measured ones.
 
 To the byte, and bits are equal. Left out is what the model knows to be a few bytes off: numbers
 of python that an op saves (8 bytes each), biases of linears in regions (their gradient comes
@@ -8,6 +8,7 @@ reaches the loss, as a region that runs something for nothing holds the graph be
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from solvers.holding import alive_at_peak
 from solvers.plan import Plan
 from solvers.simulate import simulate
 from tests.helpers import assert_same_bits, buffers_restored, run_case
+from tests.prologues import with_random_prologues
 from tests.test_judge import Emitted, _renamed, random_plan
 from tests.zoo import Case
 
@@ -154,6 +156,7 @@ def test_predicted_is_measured_to_the_byte(
         Plan(),
         random_plan(problem, 6, seed),
         random_plan(problem, 20, seed + 1, nested=True),
+        with_random_prologues(problem, random_plan(problem, 6, seed + 2), random.Random(seed)),
     ):
         emitted = Emitted(model, capture, rewrite(capture, plan, root=model, random=draws))
         with buffers_restored(model):

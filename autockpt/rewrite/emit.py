@@ -26,8 +26,8 @@ class Emitter:
     ops : sequence of fx.Node
         In program order.
     renderer : Renderer
-    regions : mapping from (start, stop) to str
-        Names of the region functions.
+    regions, prologues : mapping from (start, stop) to str
+        Names of the functions of regions, and of what runs before them on recomputation.
     random : collection of int
         Indices of the ops that draw random numbers.
     used : collection of fx.Node
@@ -42,6 +42,7 @@ class Emitter:
         ops: Sequence[fx.Node],
         renderer: Renderer,
         regions: Mapping[tuple[int, int], str],
+        prologues: Mapping[tuple[int, int], str],
         random: Collection[int],
         used: Collection[fx.Node],
         ambient: Ambient,
@@ -49,6 +50,7 @@ class Emitter:
         self._ops = ops
         self._renderer = renderer
         self._regions = regions
+        self._prologues = prologues
         self._random = random
         self._used = used
         self._ambient = ambient
@@ -57,10 +59,22 @@ class Emitter:
         self._source = ""
 
     def region(self, scope: Scope) -> str:
-        """Write the function of a region."""
+        """Write the function of a region, after that of its prologue."""
+        key = scope.start, scope.stop
+        function = self._function(self._regions[key], scope)
+        if scope.prologue is None:
+            return function
+        return f"{self._function(self._prologues[key], scope.prologue)}\n\n{function}"
+
+    def _function(self, name: str, scope: Scope) -> str:
         arguments = ["self", *(self._renderer.names[node] for node in scope.reads)]
-        name = self._regions[scope.start, scope.stop]
+        if scope.prologue is not None:
+            arguments.insert(1, "again")
         self._begin(f"def {name}({', '.join(arguments)}):", in_region=True)
+        if scope.prologue is not None:
+            made = ", ".join(self._renderer.names[node] for node in scope.prologue.returns)
+            read = ["self", *(self._renderer.names[node] for node in scope.prologue.reads)]
+            self._write(1, f"{made} = again({', '.join(read)})")
         self._body(scope)
         returned = [self._renderer.names[node] for node in scope.returns]
         if returned:
@@ -99,13 +113,25 @@ class Emitter:
             opened = needed
             depth = 2 if opened else 1
             if isinstance(item, Scope):
-                self._write(depth, self._call(item))
-                count = 1
-            else:
-                count = self._op(scope, position, depth)
+                self._region_call(item, dying[position])
+                position += 1
+                continue
+            count = self._op(scope, position, depth)
             dead = [node for group in dying[position : position + count] for node in group]
-            self._delete(dead, scope, position, count, depth)
+            # A tuple that was taken apart in one statement never had a name.
+            self._delete([n for n in dead if count == 1 or n is not self._ops[item]], depth)
             position += count
+
+    def _region_call(self, scope: Scope, dead: Sequence[fx.Node]) -> None:
+        """Write the call of a region; what it can make again nobody else may hold for it."""
+        made = () if scope.prologue is None else scope.prologue.returns
+        if made:
+            names = [self._renderer.names[node] for node in made]
+            prologue = self._prologues[scope.start, scope.stop]
+            self._write(1, f"again = remade({', '.join([prologue, *names])})")
+            self._delete([node for node in made if node in dead], 1)
+        self._write(1, self._call(scope))
+        self._delete([node for node in dead if node not in made], 1)
 
     def _contexts(self, item: int | Scope) -> str:
         """Contexts around an item: those that it needs and that do not hold yet.
@@ -117,13 +143,8 @@ class Emitter:
         ambient = self._ops[item].meta["ambient"]
         return contexts(ambient, self._ambient, in_region=self._in_region)
 
-    def _delete(
-        self, dead: Sequence[fx.Node], scope: Scope, position: int, count: int, depth: int
-    ) -> None:
-        # A tuple that was taken apart in one statement never had a name.
-        item = scope.items[position]
-        unnamed = self._ops[item] if count > 1 and not isinstance(item, Scope) else None
-        names = [self._renderer.names[node] for node in dead if node is not unnamed]
+    def _delete(self, dead: Sequence[fx.Node], depth: int) -> None:
+        names = [self._renderer.names[node] for node in dead]
         if names:
             self._write(depth, f"del {', '.join(names)}")
 
@@ -188,7 +209,7 @@ class Emitter:
         name = self._regions[scope.start, scope.stop]
         paths = self._paths(scope.reads)
         reads = (self._renderer.value(node, paths) for node in scope.reads)
-        arguments = [name, "self", *reads]
+        arguments = [name, "self", *(["again"] if scope.prologue else []), *reads]
         inside = range(scope.start, scope.stop)
         arguments.append("use_reentrant=False")
         arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")

@@ -22,6 +22,7 @@ from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
 from autockpt.rewrite.names import common_prefix, region_name, unique
+from autockpt.rewrite.remade import remade
 from autockpt.rewrite.scopes import Scope, is_live_read, scopes
 from autockpt.rewrite.statistics import statistic, written_statistics
 from solvers.plan import Plan
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
 from autockpt.rewrite.guarded import guarded
+from autockpt.rewrite.remade import remade
 from autockpt.rewrite.statistics import statistic
 
 """
@@ -111,17 +113,27 @@ def rewrite(
         "F": torch.nn.functional,
         "guarded": guarded,
         "operator": operator,
+        "remade": remade,
         "statistic": statistic,
         "torch": torch,
         "__name__": "autockpt.emitted",
     }
     renderer = Renderer(root, namespace)
+    renderer.taken.add("again")
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     names = _declare(renderer, capture.graph, ops, forward)
+    prologues = {
+        (region.start, region.stop): unique(
+            f"{names[region.start, region.stop]}_again", renderer.taken
+        )
+        for region in plan.regions
+        if region.prologue
+    }
     emitter = Emitter(
         ops=ops,
         renderer=renderer,
         regions=names,
+        prologues=prologues,
         random=frozenset(random),
         used={node for op in ops[:emitted] for node in op.all_input_nodes} | set(outputs),
         ambient=capture.ambient,
@@ -130,8 +142,10 @@ def rewrite(
     functions.append(emitter.forward(forward, placeholders, returned))
     code = f"{HEADER}\n" + "\n\n".join(functions)
     function, filename = _compile(code, namespace, type(root).__name__ if root else "model")
-    for (start, stop), name in names.items():
-        namespace[name].facts = _facts(name, ops[start:stop], renderer)
+    for region in plan.walk():
+        name = names[region.start, region.stop]
+        inside, again = ops[region.start : region.stop], [ops[i] for i in region.prologue]
+        namespace[name].facts = _facts(name, inside, again, renderer)
     return Program(
         code=code,
         forward=function,
@@ -141,15 +155,18 @@ def rewrite(
     )
 
 
-def _facts(name: str, ops: Sequence[fx.Node], renderer: Renderer) -> Facts:
+def _facts(
+    name: str, inside: Sequence[fx.Node], again: Sequence[fx.Node], renderer: Renderer
+) -> Facts:
     """Say what a region reads on the live module besides what its replay writes on clones."""
+    ops = [*again, *inside]
     written = {node for op in ops for node in written_statistics(op)}
     read = dict.fromkeys(node for op in ops for node in op.all_input_nodes if is_live_read(node))
     targets = [str(node.target) for node in read if node not in written]
     paths = "".join(f"{renderer.path(target)}, " for target in targets)
     return Facts(
         name=name,
-        place=place_of(ops),
+        place=place_of(inside),
         reads=tuple(targets),
         read=eval(f"lambda self: ({paths})", renderer.namespace),
         writes_statistics=bool(written),

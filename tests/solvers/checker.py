@@ -129,26 +129,36 @@ class Runtime:
         items += [(i, None) for i in range(position, stop)]
         uses = [self.uses(i, child) for i, child in items]
         for k, (i, child) in enumerate(items):
+            later = set().union(*uses[k + 1 :], returned)
             if child is None:
                 self.run_op(i, env)
             else:
-                self.call_region(child, env, stop, returned)
-            later = set().union(*uses[k + 1 :], returned)
+                self.call_region(child, env, returned, later)
             for value in [v for v in env if v not in later]:
                 del env[value]
 
-    def uses(self, index, child):
-        span = range(index, index + 1) if child is None else range(child.start, child.stop)
-        return {v for i in span for v in self.problem.ops[i].inputs}
+    def read_after(self, stop):
+        later = range(stop, len(self.problem.ops))
+        read = {v for i in later for v in self.problem.ops[i].inputs}
+        return read.union(*(self.read_again(r) for r in self.regions if r.start >= stop))
 
-    def run_op(self, i, env):
+    def read_again(self, region):
+        ops = [self.problem.ops[i] for i in region.prologue]
+        return {v for op in ops for v in op.inputs} - {v for op in ops for v in op.outputs}
+
+    def uses(self, index, child):
+        span = [index] if child is None else range(child.start, child.stop)
+        read = {v for i in span for v in self.problem.ops[i].inputs}
+        return read if child is None else read | self.read_again(child)
+
+    def run_op(self, i, env, *, grad=True):
         op, problem = self.problem.ops[i], self.problem
         made = {s: None for s, st in enumerate(problem.storages) if st.producer == i}
         saves_inputs_only = not any(s in made for s in op.saved)
         hook = self.hooks[-1] if self.hooks else None
         parents = [env[v].node for v in op.inputs if v in env]
         before = {env[v].storage_id: env[v].buffer for v in op.inputs if v in env}
-        packs = op.packs or op.saved
+        packs = grad and (op.packs or op.saved)
         node = Node(i, None, None, parents)
         if packs and saves_inputs_only and op.stop_cost == 0:
             self.pack(node, op, before, hook)
@@ -162,7 +172,8 @@ class Runtime:
         if stops:
             self.meter.note(op.stop_peak_bytes - sum(b.nbytes for b in made.values()))
         else:
-            dropped = isinstance(hook, ForwardHook) and op.dropped_workspace_bytes is not None
+            dropped = isinstance(hook, ForwardHook) or not grad
+            dropped = dropped and op.dropped_workspace_bytes is not None
             self.meter.note(op.dropped_workspace_bytes if dropped else op.forward_workspace_bytes)
         if packs and not (saves_inputs_only and op.stop_cost == 0):
             if self.replaying:
@@ -182,12 +193,15 @@ class Runtime:
         payload = [buffers[s] for s in op.saved if self.problem.storages[s].producer is not None]
         node.saved, node.hook = (hook.pack(payload) if hook else payload,), hook
 
-    def call_region(self, region, env, scope_stop, returned):
+    def call_region(self, region, env, returned, later_here):
         problem = self.problem
         inside = range(region.start, region.stop)
         defined = {v for i in inside for v in problem.ops[i].outputs}
-        read = {v for i in inside for v in problem.ops[i].inputs}
-        names = [v for v in sorted(read - defined) if not problem.values[v].parameter]
+        read = {v for i in inside for v in problem.ops[i].inputs} - defined
+        again = {v for i in region.prologue for v in problem.ops[i].outputs}
+        made = {v: env[v] for v in read & again}
+        read |= self.read_again(region)
+        names = [v for v in sorted(read - again) if not problem.values[v].parameter]
         frame = Frame(region)
         hook = self.hooks[-1] if self.hooks else None
         if problem.random_state_bytes and any(problem.ops[i].random for i in inside):
@@ -198,31 +212,47 @@ class Runtime:
             payload = {k: detached(t) for k, t in payload.items()}
             saved.append((hook.pack(payload) if hook else payload, hook))
         frame.arguments = saved
-        arguments = {v: env[v] for v in names if v in env}
-        later = {v for i in range(region.stop, len(problem.ops)) for v in problem.ops[i].inputs}
-        later |= {*problem.outputs, problem.loss, *returned}
+        # A call holds its arguments; what can be made again is handed over.
+        held = {v: env[v] for v in names if v in env}
+        arguments = held | made
+        for v in made.keys() - later_here:
+            del env[v]
+        del made
+        later = self.read_after(region.stop) | {*problem.outputs, problem.loss, *returned}
         self.hooks.append(ForwardHook(frame))
         try:
-            env.update(self.call(region, arguments, defined & later))
+            self.call(region, arguments, defined & later)
+            env.update(arguments)
+            del held
         finally:
             self.hooks.pop()
 
-    def call(self, region, arguments, returned):
-        env = dict(arguments)
+    def call(self, region, env, returned):
+        """Run a region; what is left in ``env`` is what it returns."""
         self.run_scope(region.start, region.stop, region.children, env, returned)
-        return {v: env[v] for v in returned}
+        for v in env.keys() - returned:
+            del env[v]
+
+    def run_prologue(self, region, env):
+        ops = self.problem.ops
+        for k, i in enumerate(region.prologue):
+            self.run_op(i, env, grad=False)
+            rest = (*region.prologue[k + 1 :], *range(region.start, region.stop))
+            for v in env.keys() - {v for j in rest for v in ops[j].inputs}:
+                del env[v]
 
     def replay(self, frame, arguments):
         region, problem = frame.region, self.problem
         inside = range(region.start, region.stop)
         state = Buffer(self.meter, problem.random_state_bytes) if frame.state else None
         defined = {v for i in inside for v in problem.ops[i].outputs}
-        later = {v for i in range(region.stop, len(problem.ops)) for v in problem.ops[i].inputs}
-        later |= {*problem.outputs, problem.loss}
+        later = self.read_after(region.stop) | {*problem.outputs, problem.loss}
         outer, self.hooks = self.hooks, [ReplayHook(frame)]
         self.replaying += 1
         try:
-            self.call(region, arguments, defined & later)
+            env = dict(arguments)
+            self.run_prologue(region, env)
+            self.call(region, env, defined & later)
         finally:
             self.hooks = outer
             self.replaying -= 1
@@ -235,6 +265,7 @@ class Runtime:
         self.meter.level = problem.parameter_bytes + problem.buffer_bytes + problem.batch_bytes
         if not self.fresh:
             self.meter.level += problem.gradient_bytes
+        self.regions = plan.regions
         env = {}
         size = len(problem.ops)
         self.run_scope(0, size, plan.regions, env, {*problem.outputs, problem.loss})

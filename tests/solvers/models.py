@@ -164,3 +164,64 @@ def gpt2(layers=12, batch=4, length=256, width=256, heads=4, vocabulary=1000):
     logits = b.call("log_softmax", [logits], 4 * b.rows * vocabulary, saves="o")
     loss = b.call("nll_loss", [logits], 4, saves="i")
     return b.problem(loss, random_state_bytes=5056, batch_bytes=8 * b.rows, signature="gpt2")
+
+
+def gelu_blocks(blocks):
+    """Blocks of ``y = W (x' / 2 (1 + tanh(f(x'))))``, ``x' = V x``: eight ops each."""
+    b = Builder()
+    x = b.value(b.storage(1000), 0)
+    for _ in range(blocks):
+        x = _linear(b, x, 4000)
+        half = _pointwise(b, "half", (x,), cost=1)
+        value = _pointwise(b, "pow", (x,), cost=10, saves="i")
+        value = _pointwise(b, "times", (value,), cost=10)
+        value = _pointwise(b, "tanh", (value,), cost=10, saves="o")
+        value = _pointwise(b, "plus", (value,), cost=1)
+        value = _pointwise(b, "mul", (half, value), cost=1, saves="i")
+        x = _linear(b, value, 1000)
+    loss = b.value(b.storage(4, len(b.ops)), 4)
+    source = Gradient(value=x, source=0)
+    b.op("loss", inputs=(x,), outputs=(loss,), gradient_bytes=(1000,), gradients=(source,), cost=1)
+    return b.problem(loss)
+
+
+def _linear(b, x, size):
+    index = len(b.ops)
+    weight = b.parameter(50)
+    out = b.value(b.storage(size, index), size)
+    gradients = [Gradient(value=weight, source=0)]
+    fresh = [50]
+    if b.values[x].gradient_bytes:
+        gradients.append(Gradient(value=x, source=1))
+        fresh.append(b.values[x].gradient_bytes)
+    b.op(
+        "linear",
+        inputs=(x, weight),
+        outputs=(out,),
+        saved=(b.values[x].storage,),
+        packs=True,
+        gradient_bytes=tuple(fresh),
+        gradients=tuple(gradients),
+        cost=50,
+    )
+    return out
+
+
+def _pointwise(b, name, inputs, *, cost, saves=""):
+    index = len(b.ops)
+    storage = b.storage(4000, index)
+    out = b.value(storage, 4000)
+    saved = [b.values[v].storage for v in inputs] if saves == "i" else []
+    saved += [storage] if saves == "o" else []
+    b.op(
+        name,
+        inputs=inputs,
+        outputs=(out,),
+        saved=tuple(saved),
+        packs=bool(saved),
+        gradient_bytes=(4000,) * len(inputs),
+        gradients=tuple(Gradient(value=v, source=k) for k, v in enumerate(inputs)),
+        cost=cost,
+        stop_cost=cost if saves == "o" else 0,
+    )
+    return out

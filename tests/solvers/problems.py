@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from solvers.plan import Plan, Region
 from solvers.problem import Gradient, Op, Problem, Storage, Value
+from tests.prologues import with_random_prologues
 
 
 class Builder:
@@ -153,8 +154,9 @@ def _random_op(draw, b, kind, inputs, weights):
 
 @st.composite
 def plans(draw, problem, depth=0, low=0, high=None):
-    """Well-formed plans, nested up to three deep."""
-    return Plan(regions=draw(_regions(problem, depth, 0, len(problem.ops), None)))
+    """Well-formed plans, nested up to three deep, some regions with prologues."""
+    plan = Plan(regions=draw(_regions(problem, depth, 0, len(problem.ops), None)))
+    return with_random_prologues(problem, plan, draw(st.randoms(use_true_random=False)))
 
 
 @st.composite

@@ -1,0 +1,122 @@
+"""Prologues: which ops a region may run again before its own, so as not to hold what they make.
+
+A region holds its inputs. Where an input is cheap to make from others that are held anyway, as
+the sum of a residual stream is from the two that it adds, its replay can run the op that made
+it first: as if that op belonged to two regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from solvers.errors import PlanError
+from solvers.problem import Problem
+
+if TYPE_CHECKING:
+    from solvers.plan import Region
+
+
+def repeatable_ops(problem: Problem) -> frozenset[int]:
+    """Return the ops that may be in a prologue: run again, apart from their neighbours.
+
+    Not those that stay outside regions or draw, nor those in a stretch that writes in place,
+    that unpack several results, save statistics that they write, or make what autocast keeps;
+    nor those whose result another op hands on as its own.
+    """
+    kept = {problem.storages[s].producer for s in problem.forward_held}
+    handed_on = {v for op in problem.ops if not op.outputs for v in op.inputs}
+    return frozenset(
+        index
+        for index, op in enumerate(problem.ops)
+        if op.outputs
+        and not (op.pinned or op.random or op.copied)
+        and problem.boundaries[index]
+        and problem.boundaries[index + 1]
+        and index not in kept
+        and handed_on.isdisjoint(op.outputs)
+    )
+
+
+def check_prologues(regions: Sequence[Region], problem: Problem) -> None:
+    """Raise PlanError unless the prologues of a plan's outermost regions are well-formed."""
+    if not any(inner.prologue for region in regions for inner in region.walk()):
+        return
+    allowed = repeatable_ops(problem)
+    for region in regions:
+        for inner in region.walk():
+            if inner.prologue:
+                _check_prologue(inner, problem, allowed, outermost=inner is region)
+    for region, other in reads_inside_others(regions, problem):
+        raise PlanError(
+            f"The prologue of region [{region.start}, {region.stop}) reads what region "
+            f"[{other.start}, {other.stop}) makes and nobody else reads: it is gone by then. Add "
+            f"the op that makes it, or take the op that reads it out."
+        )
+
+
+def reads_inside_others(
+    regions: Sequence[Region], problem: Problem
+) -> Iterator[tuple[Region, Region]]:
+    """Yield regions whose prologue reads what lives inside another region only, and that one."""
+    around = {i: region for region in regions for i in range(region.start, region.stop)}
+    definers = {v: i for i, op in enumerate(problem.ops) for v in op.outputs}
+    last = last_reads(problem)
+    for region in regions:
+        for index in region.prologue:
+            for value in problem.ops[index].inputs:
+                definer = definers.get(value, -1)
+                other = around.get(definer)
+                if definer in region.prologue or other is None:
+                    continue
+                if last[value] < other.stop:
+                    yield region, other
+
+
+def last_reads(problem: Problem) -> list[int]:
+    """Return, per value, the last op that reads it; their number if the caller holds it."""
+    last = [-1] * len(problem.values)
+    for index, op in enumerate(problem.ops):
+        for value in op.inputs:
+            last[value] = index
+    for value in (*problem.outputs, problem.loss):
+        last[value] = len(problem.ops)
+    return last
+
+
+def _check_prologue(
+    region: Region, problem: Problem, allowed: frozenset[int], *, outermost: bool
+) -> None:
+    where = f"The prologue of region [{region.start}, {region.stop})"
+    prologue = region.prologue
+    if region.children or not outermost:
+        raise PlanError(f"{where}: only a region with neither parent nor children may have one.")
+    if list(prologue) != sorted(set(prologue)) or prologue[0] < 0:
+        raise PlanError(f"{where}, {prologue}, is not a list of ops in program order.")
+    if prologue[-1] >= region.start:
+        raise PlanError(f"{where} holds op {prologue[-1]}, which is not before the region.")
+    for index in prologue:
+        if index not in allowed:
+            op = problem.ops[index]
+            raise PlanError(
+                f"{where} holds op {index} ({op.target} at {op.source}), which cannot be run "
+                f"again apart from its neighbours."
+            )
+    for index in (*prologue, *range(region.start, region.stop)):
+        if unmade_views(region, problem, index):
+            raise PlanError(
+                f"{where} makes a storage again of which op {index} reads a view that is not "
+                f"made again: add the op that takes the view."
+            )
+
+
+def unmade_views(region: Region, problem: Problem, index: int) -> list[int]:
+    """Return values that an op reads of storages made again, and that are not made again."""
+    made = {v for i in region.prologue for v in problem.ops[i].outputs}
+    return [
+        value
+        for value in problem.ops[index].inputs
+        if problem.storages[problem.values[value].storage].producer in region.prologue
+        and value not in made
+        and not any(value in problem.ops[i].outputs for i in range(region.start, region.stop))
+    ]

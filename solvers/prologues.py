@@ -1,0 +1,183 @@
+"""Regions with prologues, offered to the search over intervals.
+
+Where the input of a region is read by that region alone, and is cheap to make from what is
+held anyway, the region does not hold it. So ``y = f(x)`` in ``g(y, h(x))`` need not be kept
+beside ``h(x)``, which the region keeps, and ``x``, which somebody saved: without a prologue a
+region has to start before ``f``, and to run ``h`` again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from solvers.graph import defining_ops
+from solvers.interval_search import IntervalSearch, Segment
+from solvers.plan import Region
+from solvers.problem import Problem
+from solvers.prologue import reads_inside_others, repeatable_ops, unmade_views
+from solvers.replay import Replay
+
+_SLICE_OPS = 6
+_BEFORE = 12
+_AFTER = 3
+
+
+def with_prologues(search: IntervalSearch) -> dict[int, list[Segment]]:
+    """Return regions with prologues by the position at which they end.
+
+    Parameters
+    ----------
+    search : IntervalSearch
+
+    Notes
+    -----
+    A storage qualifies if making it again costs no more a byte than the whole forward does,
+    and takes at most six ops. Regions start up to twelve ops before it is read first and end
+    at one of three ops that save something after it is read last: linear in the number of ops.
+    """
+    offers = _Offers(search)
+    found: dict[int, list[Segment]] = {}
+    for start, stop in sorted({run for storage in offers.slices for run in offers.runs(storage)}):
+        segment = offers.segment(start, stop)
+        if segment is not None:
+            found.setdefault(stop, []).append(segment)
+    return found
+
+
+def without_vain_prologues(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Drop the prologues that read what lives inside another region only."""
+    while vain := {region for region, _ in reads_inside_others(regions, problem)}:
+        regions = tuple(replace(r, prologue=()) if r in vain else r for r in regions)
+    return regions
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """How a storage is made again: ops, and the storages that they read and nobody saves."""
+
+    ops: frozenset[int]
+    leaves: frozenset[int]
+
+
+@dataclass(slots=True)
+class _Offers:
+    search: IntervalSearch
+    replay: Replay = field(init=False)
+    definers: list[int] = field(init=False)
+    allowed: frozenset[int] = field(init=False)
+    saver: dict[int, int] = field(init=False)
+    first: dict[int, int] = field(init=False)
+    last: dict[int, int] = field(init=False)
+    slices: dict[int, _Slice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = self.search.replay
+        graph = self.replay.graph
+        self.definers = defining_ops(self.replay.problem)
+        self.allowed = repeatable_ops(self.replay.problem)
+        self.saver, self.first, self.last = {}, {}, {}
+        for i in range(graph.size):
+            for s in graph.reads[i]:
+                self.first.setdefault(s, i)
+                self.last[s] = i
+            if graph.release[i] is not None:
+                for s in graph.saved[i]:
+                    self.saver.setdefault(s, i)
+        self.slices = {}
+        for s in range(len(graph.nbytes)):
+            made = self._slice(s)
+            if made is not None:
+                self.slices[s] = made
+
+    def _slice(self, storage: int) -> _Slice | None:
+        """Return how to make a storage again, if that is cheap and may save keeping it."""
+        replay, graph = self.replay, self.replay.graph
+        producer = graph.producer[storage]
+        if producer < 0 or storage in graph.outputs or storage not in self.first:
+            return None
+        # What is read at once is inside the region that reads it.
+        if self.last[storage] - producer < 2:
+            return None
+        made = self._ops_behind(producer)
+        if made is None:
+            return None
+        room = replay.price(())[0] - replay.bases[0]
+        cost = sum(replay.problem.ops[i].cost for i in made.ops)
+        return made if cost * room <= graph.nbytes[storage] * replay.forward_cost else None
+
+    def _ops_behind(self, producer: int) -> _Slice | None:
+        """Return an op with those that take the views that it reads, if all may run again."""
+        problem, graph = self.replay.problem, self.replay.graph
+        ops: set[int] = set()
+        leaves: set[int] = set()
+        pending = [producer]
+        while pending:
+            i = pending.pop()
+            if i not in self.allowed or len(ops) == _SLICE_OPS:
+                return None
+            ops.add(i)
+            for v in problem.ops[i].inputs:
+                s = problem.values[v].storage
+                if graph.producer[s] < 0:
+                    continue
+                if graph.producer[s] != self.definers[v]:
+                    pending.append(self.definers[v])
+                elif self.saver.get(s, graph.size) > producer + 1:
+                    leaves.add(s)
+        return _Slice(frozenset(ops), frozenset(leaves))
+
+    def runs(self, storage: int) -> Iterator[tuple[int, int]]:
+        """Yield the runs that may be a region which makes a storage again."""
+        graph, tables = self.replay.graph, self.search.tables
+        producer = graph.producer[storage]
+        first, last = self.first[storage], self.last[storage]
+        saving = [i + 1 for i in range(last, min(graph.size, last + 40)) if graph.packs[i]]
+        for start in range(max(producer + 2, first - _BEFORE), first + 1):
+            for stop in saving[:_AFTER]:
+                if stop - start <= tables.reach and tables.allowed[start, stop - start]:
+                    yield start, stop
+
+    def segment(self, start: int, stop: int) -> Segment | None:
+        """Return a run as a region with all the prologue that pays, or None."""
+        graph, problem = self.replay.graph, self.replay.problem
+        read = {s for i in range(start, stop) for s in graph.reads[i]}
+        again: set[int] = set()
+        freed = 0
+        for s in sorted(read):
+            made = self.slices.get(s)
+            if made is None or not graph.producer[s] < start or self.last[s] >= stop:
+                continue
+            if self.saver.get(s, start) < start:
+                continue
+            charged = sum(graph.nbytes[leaf] for leaf in made.leaves - read)
+            if charged < graph.nbytes[s]:
+                again |= made.ops
+                freed += graph.nbytes[s] - charged
+        region = Region(start=start, stop=stop, prologue=tuple(sorted(again)))
+        inside = (*region.prologue, *range(start, stop))
+        if not again or max(again) >= start:
+            return None
+        if any(unmade_views(region, problem, i) for i in inside):
+            return None
+        return self._priced(region, freed)
+
+    def _priced(self, region: Region, freed: int) -> Segment:
+        tables, replay = self.search.tables, self.replay
+        run = region.start, region.stop - region.start
+        profile = replay.profile(region)
+        span = slice(region.start, region.stop)
+        needs = int(tables.region_forward[run])
+        for mode in (0, 1):
+            for levels, gradients in (
+                (profile.replay, replay.before[mode]),
+                (profile.instant, replay.instant[mode]),
+                (profile.after, replay.after[mode]),
+            ):
+                needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
+        return Segment(
+            region=region,
+            keeps=int(tables.region_keeps[run]) - freed,
+            needs=needs - freed + 2 * profile.frame.random * replay.problem.random_state_bytes,
+            cost=profile.cost,
+        )
