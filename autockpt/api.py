@@ -13,6 +13,7 @@ from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
 from autockpt.modules.parts import install
+from autockpt.modules.sharding import refuse_wrapped
 from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
@@ -208,7 +209,8 @@ def _check_model(model: object) -> None:
     if isinstance(model, wrappers):
         name = type(model).__name__
         raise CaptureError(f"The model is wrapped in {name}. Optimize first: {name}(optimize(m)).")
-    if "forward" in vars(model):
+    refuse_wrapped(model)
+    if "forward" in vars(model) and not hasattr(model, "_orig_mod"):
         raise CaptureError(
             f"The forward of this {type(model).__name__} was replaced on the object (model.forward "
             f"= ..., as accelerator.prepare does), where it would hide the planned one. Optimize "

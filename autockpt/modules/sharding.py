@@ -46,6 +46,16 @@ def refuse_wrapped(model: nn.Module) -> None:
     refuse_spread(model)
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise for a sharded model whose forward is to be emitted as a graph."""
+    if is_sharded(model):
+        raise CaptureError(
+            "The model is sharded with fully_shard, which gathers parameters where modules are "
+            "called, and an emitted graph calls none. Optimize it with emit='modules' before it "
+            "is sharded."
+        )
+
+
 def refuse_spread(model: nn.Module) -> None:
     """Raise for parameters that are spread over ranks by something else than FSDP2."""
     managed = {id(owner) for module in model.modules() for owner, _, _ in _managed(module)}
@@ -116,20 +126,18 @@ def looked_at(model: nn.Module) -> Iterator[Stand]:
     The root's own parameters are left alone: its forward has begun, and they are there.
     """
     stand = Stand()
-    undo: list[Any] = []
-    for name, module in model.named_modules():
-        if module is model or not isinstance(module, FSDPModule):
+    undo: list[tuple[nn.Module, list[dict[int, Any]], Any]] = []
+    for name, part in model.named_modules():
+        if part is model or not _is_wrapped(part):
             continue
-        taken = [
-            _without_hooks(table) for table in (module._forward_pre_hooks, module._forward_hooks)
-        ]
-        policy = module._get_fsdp_state()._mp_policy
-        given = _Given(module, name, policy, stand)
+        tables: Any = (part._forward_pre_hooks, part._forward_hooks)
+        taken = [_without_hooks(table) for table in tables]
+        given = _Given(part, name, _policy(part), stand)
         handles = (
-            module.register_forward_pre_hook(given.enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(given.leave, always_call=True),
+            part.register_forward_pre_hook(given.enter, prepend=True, with_kwargs=True),
+            part.register_forward_hook(given.leave, always_call=True),
         )
-        undo.append((module, taken, handles))
+        undo.append((part, taken, handles))
     try:
         yield stand
     finally:
@@ -148,24 +156,73 @@ def of_a_rank(problem: Problem, model: nn.Module) -> Problem:
     Whole gradients are let go of when they have been reduced; until then they are in
     ``gathered_bytes``.
     """
-    local = [_local(parameter) for parameter in model.parameters()]
-    trained = [_local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    parameters = {id(p): p for p in model.parameters()}.values()
+    gathered = {id(parameter) for parameter in _roots_own(model)}
+    world = _world(model)
+    local = {id(p): _shard_bytes(p, world if id(p) in gathered else 1) for p in parameters}
     return replace(
         problem,
         values=tuple(replace(v, leaf=v.leaf and not v.parameter) for v in problem.values),
-        parameter_bytes=sum(local),
-        gradient_bytes=sum(trained),
+        parameter_bytes=sum(local.values()),
+        gradient_bytes=sum(local[id(p)] for p in parameters if p.requires_grad),
     )
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Give the bytes that FSDP2 holds on a rank, besides its shards, at the worst instant."""
-    return 0
+    """Give the bytes that FSDP2 holds on a rank, besides its shards, at the worst instant.
+
+    The root's parameters and their gradients stay through backward. Of the largest wrapped
+    module inside there are at once, while backward goes from one to the next: its parameters,
+    those of the next as they arrive and as they are laid out, its gradients, and what is being
+    reduced of it and of the one before, which a slow network holds on to.
+    """
+    if not is_sharded(model):
+        return 0
+    own = sum(p.numel() * p.element_size() for p in _roots_own(model))
+    wrapped = [m for m in model.modules() if m is not model and isinstance(m, FSDPModule)]
+    largest = max((_in_transit(module) for module in wrapped), default=0)
+    return 2 * own + max(own, largest)
 
 
-def _local(parameter: Any) -> int:
-    tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return int(tensor.numel() * tensor.element_size())
+def _in_transit(module: Any) -> int:
+    policy = _policy(module)
+    total = 0
+    for _, _, parameter in _managed(module):
+        dtype = policy.param_dtype or parameter.dtype
+        reduced = (policy.reduce_dtype or dtype).itemsize
+        gradients = dtype.itemsize + 2 * reduced if parameter.requires_grad else 0
+        total += parameter.numel() * (3 * dtype.itemsize + gradients)
+    return total
+
+
+def _roots_own(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the root gathers itself: they are whole while its forward runs."""
+    if not isinstance(model, FSDPModule):
+        return []
+    found: dict[int, nn.Parameter] = {}
+    pending: list[nn.Module] = [model]
+    while pending:
+        part = pending.pop()
+        found.update((id(p), p) for p in part._parameters.values() if p is not None)
+        pending += [child for child in part.children() if not isinstance(child, FSDPModule)]
+    return list(found.values())
+
+
+def _world(model: nn.Module) -> int:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return int(parameter.device_mesh.size())
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _shard_bytes(parameter: Any, world: int) -> int:
+    """Bytes of one rank's part of a parameter; the first dimension is dealt out."""
+    if isinstance(parameter, DTensor):
+        local = parameter._local_tensor
+        return int(local.numel() * local.element_size())
+    rows = parameter.shape[0] if parameter.dim() else 1
+    nbytes = int(parameter.numel() * parameter.element_size())
+    return -(-rows // world) * (nbytes // rows) if rows else 0
 
 
 class _Given:
@@ -228,6 +285,10 @@ def _without_hooks(table: dict[int, Any]) -> dict[int, Any]:
         if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
             del table[key]
     return before
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _policy(module: Any) -> Any:

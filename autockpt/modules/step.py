@@ -33,7 +33,7 @@ from autockpt.report import Report, make_report
 from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
 from autockpt.settings import Loss, Settings
-from autockpt.units import Budget
+from autockpt.units import Budget, format_bytes
 from solvers import simulate
 from solvers.plan import Plan, Region
 from solvers.problem import Problem, Span
@@ -174,9 +174,9 @@ def _solved(
     forms: dict[int, Any] | None,
 ) -> ModuleStep:
     plain = simulate(problem, Plan())
-    buckets = bucket_bytes(model) + gathered_bytes(model)
-    budget = resolve_budget(settings, problem, plain, buckets)
-    settings = replace(settings, reserve=settings.reserve + buckets)
+    buckets, gathered = bucket_bytes(model), gathered_bytes(model)
+    budget = resolve_budget(settings, problem, plain, buckets + gathered)
+    settings = replace(settings, reserve=settings.reserve + buckets + gathered)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
     plan = choose_plan(settings, problem, budget, plain, _translated(known, problem))
@@ -189,7 +189,12 @@ def _solved(
         budget=budget,
         cost=settings.cost if isinstance(settings.cost, str) else "own",
         bound_cost=bound_cost(problem, plan, budget.peak_bytes - settings.reserve),
-        notes=(*notes, *observed.capture.notes, *_notes(regions, observed)),
+        notes=(
+            *notes,
+            *observed.capture.notes,
+            *_notes(regions, observed),
+            *_gathered_notes(gathered),
+        ),
     )
     return ModuleStep(
         capture=observed.capture,
@@ -212,6 +217,14 @@ def _notes(regions: Regions, observed: Observation) -> Iterator[str]:
         yield (
             f"{len(unseen)} modules were not called when this was planned ({names}): they run as "
             f"their neighbours do, and a forward that calls more modules is planned anew."
+        )
+
+
+def _gathered_notes(gathered: int) -> Iterator[str]:
+    if gathered:
+        yield (
+            f"FSDP's gathered parameters, their gradients and what is in transit take up to "
+            f"{format_bytes(gathered)} of the budget, and are in no peak here."
         )
 
 

@@ -19,6 +19,7 @@ from autockpt.capture.restore import RandomState
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install
+from autockpt.modules.sharding import refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
 from autockpt.report import Report
@@ -211,9 +212,11 @@ class Handle:
         start: RandomState | None,
     ) -> Entry | ModuleEntry:
         """Plan a step over its torch calls or, where they cannot be captured, over modules."""
+        refuse_spread(module)
         if self.over_modules:
             return self._over_modules(module, args, kwargs, known, self._fallback, start)
         try:
+            refuse_sharded(module)
             return Entry(plan_step(module, args, kwargs, self.settings, known))
         except ForwardError:
             raise
