@@ -10,7 +10,7 @@ from torch.nn.modules import module as _module_globals
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.freeze import Freezer, layout_of
-from autockpt.capture.paths import OURS, forward_of
+from autockpt.capture.paths import forward_of, is_apart
 from autockpt.capture.snapshot import GLOBAL_HOOKS, Snapshot
 from autockpt.capture.tree import Binding
 
@@ -94,7 +94,7 @@ def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
         state = {
             key: freeze.value(value, 0)
             for key, value in vars(module).items()
-            if key not in OURS and key not in _TENSOR_TABLES
+            if not is_apart(key) and key not in _TENSOR_TABLES
         }
         found.append((name, type(module), state))
     return tuple(found)

@@ -21,10 +21,13 @@ OURS = frozenset({"autockpt"})
 # What torch's composable APIs (fully_shard) hang on a module: state of theirs, not of the model.
 _COMPOSABLE = "__composable_api_state_key"
 
+# Marks of torch.compile: what is compiled is the same forward.
+_COMPILED = frozenset({"_compiled_call_impl", "_is_torch_compile"})
+
 
 def is_apart(name: str) -> bool:
     """Whether an attribute of a module is no part of the model."""
-    return name in OURS or name.startswith(_COMPOSABLE)
+    return name in OURS or name in _COMPILED or name.startswith(_COMPOSABLE)
 
 
 def forward_of(model: torch.nn.Module) -> Callable[..., Any]:

@@ -11,7 +11,9 @@ from autockpt.errors import CaptureError
 def refuse_modules(model: torch.nn.Module) -> None:
     """Raise for modules whose calls cannot be seen, or that are not ready to run."""
     for name, module in model.named_modules():
-        refuse_compiled(name, module)
+        # Of an optimized root: what is compiled then goes around its planned forward.
+        if name or not hasattr(type(module), "_autockpt_original"):
+            refuse_compiled(name, module)
         if any(map(torch.nn.parameter.is_lazy, module._parameters.values())):
             raise CaptureError(
                 f"Module '{name}' ({type(module).__name__}) is lazy: its parameters have no "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as _module_globals
 
-from autockpt.capture.paths import OURS, fields_of, is_atom
+from autockpt.capture.paths import fields_of, is_apart, is_atom
 
 GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -72,7 +72,7 @@ class Snapshot:
         self._classes = list(map(type, modules))
         self._levels: list[_Level] = []
         spaces = [vars(module).items() for module in modules]
-        seen = {id(value) for space in spaces for name, value in space if name in OURS}
+        seen = {id(value) for space in spaces for name, value in space if is_apart(name)}
         values = _namespaces(modules)
         depths = [0] * len(values)
         while values:

@@ -1,0 +1,219 @@
+"""torch.compile of an optimized model: planned before, the saving kept, dropout right."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.errors import CaptureError
+from solvers import Plan
+from tests import zoo
+from tests.autockpt.test_runtime import Net, batch
+from tests.helpers import (
+    assert_same_bits,
+    buffers_restored,
+    equal,
+    loss_of,
+    peak_above_start,
+    run_case,
+    run_step,
+)
+
+BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def planned(case: zoo.Case, budget: str = "50%") -> Any:
+    optimized: Any = autockpt.optimize(
+        copy.deepcopy(case.model),
+        case.args,
+        case.kwargs,
+        loss=case.loss,
+        memory_budget=budget,
+        cost="roofline",
+        solver="interval_dp",
+    )
+    assert optimized.autockpt.plan.regions
+    return optimized
+
+
+def net() -> zoo.Case:
+    return zoo.Case(Net().train(), (batch(),), {}, torch.sum)
+
+
+def peak(case: zoo.Case, model: nn.Module) -> int:
+    def step() -> None:
+        loss_of(model(*case.args, **case.kwargs), case.loss).backward()
+
+    with buffers_restored(model):
+        step()
+        return peak_above_start(step)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_equal_to_the_plain_model_compiled(backend: str, training: bool) -> None:
+    case = net()
+    case.model.train(training)
+    ours = planned(case)
+    plain = torch.compile(copy.deepcopy(case.model), backend=backend)
+    compiled = torch.compile(ours, backend=backend)
+    for seed in (1, 2):
+        expected = run_step(plain, case.args, loss=torch.sum, seed=seed)
+        found = run_step(compiled, case.args, loss=torch.sum, seed=seed)
+        assert_same_bits(expected, found)
+    with torch.no_grad():
+        ours.eval()
+        plain.eval()
+        assert equal(plain(*case.args), compiled(*case.args))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_the_saving_is_kept(name: str) -> None:
+    case = zoo.ZOO[name]()
+    plain = torch.compile(copy.deepcopy(case.model), backend="aot_eager")
+    plain_peak = peak(case, plain)
+    torch._dynamo.reset()
+    ours = planned(case, "40%" if name == "gpt2" else "60%")
+    eager_peak = peak(case, ours)
+    compiled_peak = peak(case, torch.compile(ours, backend="aot_eager"))
+    assert compiled_peak < 0.7 * plain_peak
+    assert compiled_peak < 1.15 * eager_peak
+
+
+@pytest.mark.parametrize("how", ["in place", "first batch", "a function", "optimized last"])
+def test_ways_to_write_it(how: str) -> None:
+    case = net()
+    plain = copy.deepcopy(case.model)
+    ours = planned(case)
+    if how == "first batch":
+        # Planned before the first trace, on the real batch.
+        ours = autockpt.optimize(
+            copy.deepcopy(plain), memory_budget="50%", cost="roofline", solver="interval_dp"
+        )
+    called: Any = torch.compile(ours, backend="aot_eager")
+    if how == "in place":
+        ours.compile(backend="aot_eager")
+        called = ours
+    elif how == "a function":
+        model = ours
+
+        def doubled(x: Tensor) -> Tensor:
+            return 2 * model(x + 1) - model(x)
+
+        called = torch.compile(doubled, backend="aot_eager")
+        torch.manual_seed(3)
+        found = called(*case.args)
+        torch.manual_seed(3)
+        assert equal(2 * plain(case.args[0] + 1) - plain(*case.args), found)
+        found.sum().backward()
+        return
+    elif how == "optimized last":
+        compiled: Any = torch.compile(plain, backend="aot_eager")
+        with pytest.raises(CaptureError, match="compile the optimized model afterwards"):
+            autockpt.optimize(compiled, memory_budget="50%")
+        plain.compile(backend="aot_eager")
+        with pytest.raises(CaptureError, match="compile the optimized model afterwards"):
+            autockpt.optimize(plain, memory_budget="50%")
+        return
+    for seed in (1, 2):
+        expected = run_step(plain, case.args, loss=torch.sum, seed=seed)
+        found = run_step(called, case.args, loss=torch.sum, seed=seed)
+        assert equal(expected.loss, found.loss)
+        assert all(map(equal, expected.gradients.values(), found.gradients.values()))
+        assert all(map(equal, expected.buffers.values(), found.buffers.values()))
+    assert ours.autockpt.plan.regions
+    assert len(ours.autockpt._entries) == 1
+
+
+class Masked(nn.Module):
+    """Its gradient is zero exactly where its dropout has put zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.exp(torch.tanh(x))
+        x = self.drop(x)
+        return torch.sin(torch.tanh(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_of_forward_and_backward_are_one(backend: str) -> None:
+    x = torch.randn(512, 256).requires_grad_()
+    everything = Plan.flat([(0, 9)])
+    ours: Any = autockpt.optimize(
+        Masked(), (x,), memory_budget=2**30, cost="roofline", plan=everything
+    )
+    assert [region.random for region in ours.autockpt.report.regions] == [True]
+    compiled = torch.compile(ours, backend=backend)
+    for _ in range(2):
+        y = compiled(x)
+        x.grad = None
+        y.sum().backward()
+        assert 0.45 < float((y != 0).float().mean()) < 0.55
+        assert torch.equal(y != 0, x.grad != 0)
+
+
+def breaks(model: nn.Module, case: zoo.Case) -> tuple[int, int]:
+    """Graphs, and breaks inside the model."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(model, backend=backend)(*case.args, **case.kwargs)
+    return len(graphs), sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def test_no_more_graphs_than_the_plain_model_has() -> None:
+    for case in (net(), zoo.vit(), zoo.resnet()):
+        with buffers_restored(case.model):
+            plain, _ = breaks(copy.deepcopy(case.model), case)
+            found, _ = breaks(planned(case, "60%"), case)
+        assert found <= plain
+
+
+def test_shapes_that_change_are_planned_and_compiled_again() -> None:
+    case = net()
+    plain = copy.deepcopy(case.model)
+    ours = planned(case)
+    compiled = torch.compile(ours, backend="aot_eager")
+    for rows in (512, 384, 512, 200):
+        x, models = batch(rows), (plain, compiled)
+        pair = [run_step(model, (x,), loss=torch.sum, seed=rows) for model in models]
+        assert equal(pair[0].loss, pair[1].loss)
+        assert all(map(equal, pair[0].gradients.values(), pair[1].gradients.values()))
+    assert len(ours.autockpt._entries) == 3
+
+
+def test_under_autocast() -> None:
+    case = zoo.vit()
+    ours: Any = autockpt.optimize(
+        copy.deepcopy(case.model), memory_budget="60%", cost="roofline", solver="interval_dp"
+    )
+    plain = torch.compile(copy.deepcopy(case.model), backend="aot_eager")
+    compiled = torch.compile(ours, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run_case(case, plain)
+        found = run_case(case, compiled)
+    assert equal(expected.loss, found.loss)
+    assert all(map(equal, expected.gradients.values(), found.gradients.values()))
+    assert ours.autockpt.plan.regions
