@@ -22,6 +22,7 @@ from solvers.replay import Replay, replay_of
 Regions = tuple[Region, ...]
 
 _ASKED_SHARES = (1.005, 1.01, 1.02)
+_PROLOGUE_SHARES = (1.0, 1.005, 1.01)
 _PRICES = 800
 _PRICED_OPS = 400_000
 _NESTING_SHARE = 0.7
@@ -91,6 +92,7 @@ class _Search:
     progress: Callable[[str], None] | None
     started: float = field(default_factory=time.perf_counter)
     best: Regions | None = None
+    holding: Regions | None = None
     cut_short: bool = False
 
     def say(self, line: str) -> None:
@@ -107,16 +109,19 @@ class _Search:
                 return
 
     def _consider(self, regions: Regions | None) -> None:
-        if regions is None:
+        if regions is None or self.replay.price(regions)[0] > self.budget_bytes:
             return
-        peak, cost = self.replay.price(regions)
-        if peak > self.budget_bytes:
-            return
-        if self.best is not None:
-            best_peak, best_cost = self.replay.price(self.best)
-            if (cost, len(regions), peak) >= (best_cost, len(self.best), best_peak):
-                return
-        self.best = regions
+        self.best = self._better(self.best, regions)
+        if not any(region.prologue for region in regions):
+            self.holding = self._better(self.holding, regions)
+
+    def _better(self, best: Regions | None, regions: Regions) -> Regions:
+        """Return the cheaper of two; the first where they are equal."""
+        if best is None:
+            return regions
+        (best_peak, best_cost), (peak, cost) = self.replay.price(best), self.replay.price(regions)
+        better = (cost, len(regions), peak) < (best_cost, len(best), best_peak)
+        return regions if better else best
 
     def _ways(self) -> Iterator[Iterator[Regions | None]]:
         problem = self.replay.problem
@@ -163,7 +168,7 @@ class _Search:
         if not offered:
             return
         self.say("regions with prologues")
-        for share in (1.0, *_ASKED_SHARES):
+        for share in _PROLOGUE_SHARES:
             regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
             if regions is not None:
                 regions = without_vain_prologues(replay.problem, regions)
@@ -185,9 +190,12 @@ class _Search:
         assert self.best is not None
         replay, budget_bytes = self.replay, self.budget_bytes
         self.say("local search")
-        self.best = improve(replay, self.best, budget_bytes, self._prices(), self.deadline)
+        # Regions with prologues stay as they are: what holds all its inputs may end up better.
+        starts = dict.fromkeys((self.best, self.holding or self.best))
+        for regions in starts:
+            better = improve(replay, regions, budget_bytes, self._prices(), self.deadline)
+            self.best = self._better(self.best, tidied(replay, better, budget_bytes))
         self.cut_short = self.cut_short or self.deadline.over()
-        self.best = tidied(replay, self.best, budget_bytes)
 
     def status(self) -> Status:
         assert self.best is not None
