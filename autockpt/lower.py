@@ -66,6 +66,7 @@ def lower(capture: Capture, profile: Profile, *, undone: bool = False) -> Proble
         gradient_bytes=profile.gradient_bytes,
         forward_held=tuple(table.forward_held),
         random_state_bytes=_CPU_RANDOM_STATE_BYTES if profile.device_type == "cpu" else 0,
+        region_cost=profile.region_cost,
         signature=capture.signature,
     )
 

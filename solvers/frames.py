@@ -256,7 +256,8 @@ class Frames:
 
     def _run_cost(self, region: Region, stop: int, partial: int | None) -> tuple[int, int, int]:
         ran = [self.problem.ops[i] for i in (*region.prologue, *range(region.start, stop))]
-        cost, flops = sum(op.cost for op in ran), sum(op.flops for op in ran)
+        cost = self.problem.region_cost + sum(op.cost for op in ran)
+        flops = sum(op.flops for op in ran)
         if partial is None:
             return cost, flops, len(ran)
         op = self.problem.ops[partial]

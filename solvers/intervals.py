@@ -236,9 +236,9 @@ def _regions(
     replay: Replay, alive: Table, backward: Table, low: int, outputs_bytes: int
 ) -> tuple[Table, Table, NDArray[np.bool_]]:
     """Return needs in backward and costs of regions, and whether they save anything."""
-    graph = replay.graph
+    graph, problem = replay.graph, replay.problem
     size = len(alive) - 1
-    ops = replay.problem.ops[low : low + size]
+    ops = problem.ops[low : low + size]
     packing, reached = graph.packs[low : low + size], graph.reached[low : low + size]
     running = _running_max(alive[:, : size + 1] + np.append(replay.workspace[low : low + size], 0))
     needs = np.full((size + 1, size + 1), NOTHING, np.int64)
@@ -268,7 +268,7 @@ def _regions(
             np.maximum(replayed + found, backward[rows, last]) + outputs_bytes,
             tail + outputs_bytes,
         )
-        costs[rows, stop] = costs_before[last] - costs_before[rows]
+        costs[rows, stop] = costs_before[last] - costs_before[rows] + problem.region_cost
         costs[rows, stop] += ops[last].stop_cost if runs else 0
         packs[rows, stop] = True
     return needs, costs, packs

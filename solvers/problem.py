@@ -208,6 +208,9 @@ class Problem:
         weights. A replay that makes them again holds them to its own end.
     random_state_bytes : int
         What a region with a random op keeps on the device for its generator state.
+    region_cost : int
+        What a region costs each time it is replayed beside its ops: the call under
+        ``checkpoint``, and starting the replay.
     signature : str
         Digest of the stream of calls, shapes aside: a plan carries over between problems of
         one signature.
@@ -229,6 +232,7 @@ class Problem:
     gradient_bytes: int = 0
     forward_held: tuple[int, ...] = ()
     random_state_bytes: int = 0
+    region_cost: int = 0
     signature: str = ""
     spans: tuple[Span, ...] | None = None
 

@@ -113,6 +113,8 @@ class Profile:
         Fixed bytes, counted per storage.
     distinct_ops : int
         How many ops were run apart.
+    region_cost : int
+        What a region costs beside its ops; 0 unless costs are measured times.
     """
 
     facts: dict[fx.Node, OpFacts]
@@ -124,4 +126,5 @@ class Profile:
     batch_bytes: int
     gradient_bytes: int
     distinct_ops: int
+    region_cost: int = 0
     device_type: str

@@ -24,6 +24,7 @@ from autockpt.meters import Meter, NullMeter, collector_off, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model
 from autockpt.profiler.facts import External, OpFacts, Profile
 from autockpt.profiler.layouts import Forms, forms_of, gradient_layouts, layouts_of
+from autockpt.profiler.overhead import region_ns
 from autockpt.profiler.rehearse import (
     Layout,
     Rehearsal,
@@ -95,6 +96,7 @@ def profile(
         gradient_forms=forms,
         distinct_ops=len(runner.known),
         device_type=device.type,
+        region_cost=region_ns(device.type) if timed else 0,
         **fixed_bytes(model, inputs),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 import autockpt
 from autockpt.errors import ProfileError
+from autockpt.pipeline import lower_step
 from autockpt.profiler import OpWork, Roofline
 from autockpt.profiler.cost import cost_model
+from solvers import Plan, simulate
 
 
 def chain() -> nn.Sequential:
@@ -52,3 +55,17 @@ def test_a_cost_that_is_no_count_of_ns_is_refused(answer: object) -> None:
     wrong: Callable[[OpWork], int] = lambda work: answer  # type: ignore[assignment, return-value]  # noqa: E731
     with pytest.raises(ProfileError, match=f"cost of .* is {answer!r}.*int of at least 0"):
         autockpt.optimize(chain(), (torch.ones(8, 64),), memory_budget="70%", cost=wrong)
+
+
+def test_a_region_costs_something_of_its_own_where_costs_are_times() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(4, 8)
+    _, timed = lower_step(model, (x,), {}, None, cost="time")
+    _, counted = lower_step(model, (x,), {}, None, cost="roofline")
+    assert counted.region_cost == 0
+    # Some tens of microseconds: a call under checkpoint and an unpack hook.
+    assert 1_000 < timed.region_cost < 10_000_000
+    plan = Plan.flat([(0, 2), (2, 4)])
+    bare = replace(timed, region_cost=0)
+    more = simulate(timed, plan).recompute_cost - simulate(bare, plan).recompute_cost
+    assert more == 2 * timed.region_cost

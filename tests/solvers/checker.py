@@ -247,6 +247,7 @@ class Runtime:
         state = Buffer(self.meter, problem.random_state_bytes) if frame.state else None
         defined = {v for i in inside for v in problem.ops[i].outputs}
         later = self.read_after(region.stop) | {*problem.outputs, problem.loss}
+        self.recompute_cost += problem.region_cost
         outer, self.hooks = self.hooks, [ReplayHook(frame)]
         self.replaying += 1
         try:
