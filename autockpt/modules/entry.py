@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from autockpt.capture.restore import RandomState
 from autockpt.modules.observe import plain_forward
-from autockpt.modules.parts import calling
+from autockpt.modules.parts import Caller, exchange
 from autockpt.modules.run import Run
 from autockpt.modules.step import ModuleStep
 
@@ -35,19 +36,33 @@ class ModuleEntry:
     def __post_init__(self) -> None:
         self.most = sum(self.step.regions.counts.values())
 
+    @_disable_dynamo(recursive=False)
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's own forward, the plan's modules under ``checkpoint``."""
+        forward, before, run, start = self._begin(module)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._end(before, run, start)
+
+    @_disable_dynamo
+    def _begin(self, module: nn.Module) -> tuple[Any, Caller | None, Run | None, Any]:
         forward = plain_forward(module)
         if not self.step.regions.calls and not self.step.uncalled:
-            return forward(*args, **kwargs)
+            return forward, exchange(None), None, None
         names = {id(part): name for name, part in module.named_modules()}
         run = Run(module, names, self.step.regions)
         start = RandomState() if self.step.uncalled else None
-        with calling(run):
-            output = forward(*args, **kwargs)
-        if start is not None and (made := sum(run.calls.values())) > self.most:
+        return forward, exchange(run), run, start
+
+    @_disable_dynamo
+    def _end(self, before: Caller | None, run: Run | None, start: RandomState | None) -> None:
+        exchange(before)
+        if run is None or start is None:
+            return
+        made = sum(run.calls.values())
+        if made > self.most:
             self.most, self.fuller = made, start
-        return output
 
     def stream(self) -> tuple[str, ...]:
         """Which modules were called."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules import module as _module_globals
 
 from autockpt.capture import Ambient, Capture, Template
@@ -287,6 +288,7 @@ def neighbour(
     return min(found)[1] if found else None
 
 
+@_disable_dynamo
 def plain_forward(model: nn.Module) -> Callable[..., Any]:
     """Give the forward of the class that the root had before it was optimized."""
     # Inherited by a class that was made on top of ours (FSDP's).

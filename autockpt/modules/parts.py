@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
 Forward = Callable[..., Any]
 
 _MARK = "_autockpt_whole"
+REGION = "_autockpt_region"
 _local = threading.local()
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 _lock = threading.Lock()
@@ -34,12 +37,18 @@ class Caller(Protocol):
 @contextmanager
 def calling(caller: Caller | None) -> Iterator[None]:
     """Let a caller decide about the submodules that this thread calls."""
-    before = getattr(_local, "caller", None)
-    _local.caller = caller
+    before = exchange(caller)
     try:
         yield
     finally:
-        _local.caller = before
+        exchange(before)
+
+
+def exchange(caller: Caller | None) -> Caller | None:
+    """Put a caller in place for this thread; return the one before it."""
+    before: Caller | None = getattr(_local, "caller", None)
+    _local.caller = caller
+    return before
 
 
 def install(root: nn.Module) -> None:
@@ -57,6 +66,18 @@ def uninstall(root: nn.Module) -> None:
     for module in root.modules():
         if is_part(module):
             _set_class(module, whole_class(type(module)))
+            vars(module).pop(REGION, None)
+
+
+def mark(root: nn.Module, paths: Container[str]) -> None:
+    """Say which modules are regions where a compiler traces the model: no caller is asked there."""
+    for path, module in root.named_modules():
+        if not hasattr(type(module), REGION):
+            continue
+        if path in paths:
+            vars(module)[REGION] = True
+        else:
+            vars(module).pop(REGION, None)
 
 
 def is_part(module: nn.Module) -> bool:
@@ -83,6 +104,11 @@ def _make_class(whole: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if getattr(self, REGION) and torch.is_grad_enabled():
+                call = functools.partial(plain, self)
+                return torch_checkpoint.checkpoint(call, *args, use_reentrant=False, **kwargs)
+            return plain(self, *args, **kwargs)
         caller: Caller | None = getattr(_local, "caller", None)
         if caller is None:
             return plain(self, *args, **kwargs)
@@ -104,6 +130,7 @@ def _make_class(whole: type[nn.Module]) -> type[nn.Module]:
             "forward": forward,
             "__reduce_ex__": reduce,
             _MARK: whole,
+            REGION: False,
         },
     )
     return made

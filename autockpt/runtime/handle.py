@@ -18,7 +18,7 @@ from autockpt.capture.paths import forward_of
 from autockpt.capture.restore import RandomState
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
-from autockpt.modules.parts import install
+from autockpt.modules.parts import install, mark
 from autockpt.modules.sharding import refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
@@ -153,7 +153,7 @@ class Handle:
                 tried.append(entry)
             else:
                 if not recorded:
-                    self._hit(entry)
+                    self._hit(module, entry)
                 return output
 
     def prepare(
@@ -194,6 +194,7 @@ class Handle:
                     stacklevel=2,
                 )
             self._entries = (entry, *self._entries)[:MAX_ENTRIES]
+            _mark(module, entry)
             self._budget = self._budget or entry.step.budget
             self._given = None
         return entry
@@ -329,6 +330,7 @@ class Handle:
             known = Known(budget=self._budget)
             entry = self._fall_back(module, tuple(args), dict(kwargs), known, str(enough))
             self._entries = (entry,)
+            _mark(module, entry)
             return entry
 
     def _count_miss(self, missed: GuardMiss, *, changed: bool) -> CaptureError | None:
@@ -348,12 +350,19 @@ class Handle:
             f"leave the part that asks for it out of the module that is optimized."
         )
 
-    def _hit(self, entry: Entry | ModuleEntry) -> None:
+    def _hit(self, module: nn.Module, entry: Entry | ModuleEntry) -> None:
         self._idle_misses = self._misses = 0
         if self._entries and self._entries[0] is not entry:
             with self._lock:
+                _mark(module, entry)
                 others = tuple(e for e in self._entries if e is not entry)
                 self._entries = (entry, *others)[:MAX_ENTRIES]
+
+
+def _mark(module: nn.Module, entry: Entry | ModuleEntry) -> None:
+    """Tell a compiler, which asks no caller, which modules are regions."""
+    if isinstance(entry, ModuleEntry):
+        mark(module, entry.step.regions.calls)
 
 
 @_disable_dynamo
