@@ -14,7 +14,7 @@ from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
 from autockpt.modules.parts import install
 from autockpt.modules.sharding import refuse_wrapped
-from autockpt.pipeline import lower_step
+from autockpt.modules.step import lower_either
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
 from autockpt.runtime.swap import adopt, release
@@ -168,13 +168,14 @@ def minimum_budget(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Loss | None = None,
+    emit: Emit = "auto",
     reserve: int = 0,
 ) -> MinimumBudget:
     """Give the least ``memory_budget``, in bytes, for which ``optimize`` finds a plan.
 
     Parameters
     ----------
-    model, args, kwargs, loss, reserve
+    model, args, kwargs, loss, emit, reserve
         As for ``optimize``.
 
     Returns
@@ -195,7 +196,7 @@ def minimum_budget(
     _check_model(model)
     batch = _check_batch(args, kwargs)
     clone = release(clone_module(model))
-    capture, problem = lower_step(clone, *batch, loss)
+    capture, problem = lower_either(clone, *batch, loss, emit)
     plan = least_peak(problem)
     least_peak_bytes = simulate(problem, plan).peak_bytes
     nbytes = budget_for(least_peak_bytes, problem.fixed_bytes, reserve)

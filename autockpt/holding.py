@@ -18,7 +18,7 @@ from autockpt.capture import Capture
 from autockpt.capture.clone import clone_module
 from autockpt.layers import file_and_line, layer_pattern, name_together
 from autockpt.lower import op_nodes
-from autockpt.pipeline import lower_step
+from autockpt.modules.step import lower_either
 from autockpt.report import to_text
 from autockpt.runtime.swap import ATTRIBUTE, is_optimized, release
 from autockpt.settings import Loss
@@ -203,7 +203,7 @@ def profile(
         if not args and not kwargs and handle.problem is not None:
             return describe(handle.problem, plan)
     clone = release(clone_module(model))
-    capture, problem = lower_step(clone, tuple(args), dict(kwargs or {}), loss)
+    capture, problem = lower_either(clone, tuple(args), dict(kwargs or {}), loss)
     return describe(problem, plan, capture)
 
 

@@ -11,19 +11,23 @@ from torch import nn
 
 from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
+from autockpt.errors import CaptureError
 from autockpt.layers import layer_pattern
 from autockpt.lower import lower
 from autockpt.modules.check import differing
 from autockpt.modules.observe import Observation, drawn, observe
+from autockpt.modules.parts import install
 from autockpt.modules.run import Regions
 from autockpt.modules.sharding import Stand, gathered_bytes, is_sharded, looked_at, of_a_rank
 from autockpt.modules.spans import regions_of, with_spans
 from autockpt.pipeline import (
     PLANNING,
+    ForwardError,
     Known,
     bound_cost,
     choose_plan,
     enough_memory,
+    lower_step,
     resolve_budget,
     run_step,
 )
@@ -32,7 +36,7 @@ from autockpt.profiler.cost import CostChoice
 from autockpt.report import Report, make_report
 from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
-from autockpt.settings import Loss, Settings
+from autockpt.settings import Emit, Loss, Settings
 from autockpt.units import Budget, format_bytes
 from solvers import simulate
 from solvers.plan import Plan, Region
@@ -123,6 +127,38 @@ def lower_modules(
     with PLANNING, originals(), unwatched(), looked_at(model) as stand:
         observed, problem, _ = _observe(model, args, kwargs, settings, Known(), None, stand)
     return observed.capture, problem
+
+
+def lower_either(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    emit: Emit = "auto",
+) -> tuple[Capture, Problem]:
+    """Record and profile a step as ``optimize`` would: its torch calls, or calls of modules.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A clone: its submodules may get the classes of ``parts``.
+    args, kwargs, loss, emit
+        As for ``optimize``.
+
+    Raises
+    ------
+    CaptureError, ProfileError
+    """
+    if emit != "modules":
+        try:
+            return lower_step(model, args, kwargs, loss)
+        except ForwardError:
+            raise
+        except CaptureError:
+            if emit == "graph":
+                raise
+    install(model)
+    return lower_modules(model, args, kwargs, loss)
 
 
 def _observe(
