@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import getitem as _getitem
@@ -68,6 +69,10 @@ class Stream:
         self.lenient = lenient
         # Numbers of the module calls that are under way, and of those that must not run again.
         self.calls: list[int] = []
+        # Where tensors died: the node that made one, the last op by then, the calls under way.
+        self.deaths: list[tuple[fx.Node, fx.Node, tuple[int, ...]]] = []
+        self._last: fx.Node | None = None
+        self._references: list[Any] = []
         self.forbidden: dict[int, str] = {}
         self.inputs = Inputs.discover(forward_of(model), args, kwargs)
         self.externals = Externals(model)
@@ -238,6 +243,7 @@ class Stream:
         """Append a node for a call that is about to run."""
         node = self.graph.create_node(op, target, args, kwargs)
         self._describe(node, ())
+        self._last = node
         return node
 
     def register(self, node: fx.Node, result: Any) -> None:
@@ -251,6 +257,8 @@ class Stream:
             tensors.append(result)
             if self.externals.get(result) is None:
                 self._nodes[result] = node
+                if self.lenient:
+                    self._await(node, result)
             return
         items: Iterable[tuple[Any, Any]] = ()
         if isinstance(result, (tuple, list)):
@@ -264,6 +272,15 @@ class Stream:
                 self._describe(child, ())
                 self.register(child, item)
                 tensors.extend(leaves(item))
+
+    def _await(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """Note when Python lets go of a tensor: its own code holds on to some after their use."""
+
+        def died(_: Any) -> None:
+            if self._last is not None:
+                self.deaths.append((node, self._last, tuple(self.calls)))
+
+        self._references.append(weakref.ref(tensor, died))
 
     def guard(self, kind: str, node: fx.Node, expected: Any) -> None:
         """Append a guard."""

@@ -14,6 +14,7 @@ from torch.nn.modules import module as _module_globals
 
 from autockpt.capture import Ambient, Capture, Template
 from autockpt.capture.finish import finish
+from autockpt.capture.lives import add_holds
 from autockpt.capture.losses import check_loss, default_loss
 from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
@@ -324,6 +325,7 @@ def _observed(
         recorder.paused += 1
         scalar = check_loss(found)
     graph, signature = finish(stream.graph, (nodes, stream.node_of(scalar)), model, in_order=True)
+    add_holds(graph, stream.deaths)
     capture = Capture(
         graph=graph,
         inputs=stream.inputs,

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
+from autockpt.capture.lives import hold
 from autockpt.capture.paths import read_path
 from autockpt.capture.restore import Trace, untraced
 from autockpt.errors import ProfileError
@@ -171,6 +172,9 @@ class _Runner(fx.Interpreter):
         if n.op == "output":
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is hold:
+            self.rehearsals[n] = Rehearsal(facts=OpFacts(), name=n.name)
+            return None
         if n.target is expect:
             self.rehearsals[n] = Rehearsal(facts=OpFacts(), name=n.name)
             return args[1]

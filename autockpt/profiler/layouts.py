@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
+from autockpt.capture.lives import hold
 from autockpt.capture.paths import read_path
 from autockpt.profiler.rehearse import Layout, distinct, is_dense, outside_autocast, tensors_in
 
@@ -140,6 +141,8 @@ class _Runner(fx.Interpreter):
             self._loss = self.env[output[1]]
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is hold:
+            return None
         if n.target is expect:
             return args[1]
         with n.meta["ambient"].enter():
