@@ -1,0 +1,255 @@
+"""One cell of ``benchmarks.optimum``, measured in a process of its own.
+
+    python -m benchmarks.cells '{"model": "gpt2", "kind": "planned", "budget": "50%"}'
+
+prints one line of JSON. Peaks and FLOPs are exact; times are medians of interleaved pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from torch._subclasses.fake_tensor import FakeTensor
+
+import autockpt
+from autockpt.pipeline import lower_step
+from autockpt.profiler.aten_log import AtenLog
+from autockpt.profiler.cost import CostChoice, OpWork
+from autockpt.runtime.handle import Handle
+from autockpt.step import Measurement
+from benchmarks.common import flops, step, time_ratio, with_model
+from benchmarks.models import MODELS, by_hand
+from solvers import InfeasibleError, Plan, Problem, simulate
+from solvers.blocks import blocks, grouped
+from tests.zoo import Case
+
+Row = dict[str, Any]
+_AMPLE = 1 << 50
+
+
+def raw_flops(work: OpWork) -> int:
+    """As a cost: PyTorch's own budget counts nothing else."""
+    return work.flops
+
+
+COSTS: dict[str, CostChoice] = {"time": "time", "roofline": "roofline", "flops": raw_flops}
+
+
+def plain(model: str, **_: Any) -> Row:
+    """The plain step, and what one forward of it costs."""
+    case = MODELS[model]()
+    seen = _measure(case)
+    return {
+        "MB": seen.activation_peak_bytes / 1e6,
+        "fixed MB": seen.fixed_bytes / 1e6,
+        "bytes": seen.activation_peak_bytes,
+        "step flops": flops(case),
+        "step ms": 1e3 * _least_seconds(case),
+    }
+
+
+def hand(model: str, variant: str, pairs: int, **_: Any) -> Row:
+    """Placed by hand: every layer, the first layers, or segments of sqrt(n) layers."""
+    case, share = MODELS[model](), None
+    if variant == "sqrt":
+        problem = _problem(case)
+        runs = blocks(problem)
+        plan = Plan(regions=grouped(problem, runs, max(1, math.isqrt(len(runs)))))
+        placed = with_model(case, _with_plan(case, plan))
+        share = _share(problem, plan)
+    else:
+        placed = by_hand(model, 1.0 if variant == "layer" else float(variant))
+        if variant == "layer":
+            problem = _problem(case)
+            share = _share(problem, Plan(regions=grouped(problem, blocks(problem), 1)))
+    return {**_against(case, placed, pairs), "share": share}
+
+
+def planned(
+    model: str,
+    pairs: int,
+    budget: str | int = "50%",
+    solver: str = "auto",
+    cost: str = "roofline",
+    **_: Any,
+) -> Row:
+    """Planned for a budget; an int is bytes of activations, "least" the least there is."""
+    case = MODELS[model]()
+    fixed = _measure(case).fixed_bytes
+    asked: str | int = budget
+    if budget == "least":
+        least = autockpt.minimum_budget(case.model, case.args, case.kwargs, loss=case.loss)
+        asked = int(least)
+    elif isinstance(budget, int):
+        # The measured peak of another placement is to be met: what the margin takes is given.
+        asked = fixed + budget + -(-budget // 199)
+    start = time.perf_counter()
+    try:
+        made = autockpt.optimize(
+            case.model,
+            case.args,
+            case.kwargs,
+            loss=case.loss,
+            memory_budget=asked,
+            solver=solver,
+            cost=COSTS[cost],
+        )
+    except InfeasibleError as error:
+        return {"infeasible": (error.minimum_bytes or 0) - fixed}
+    seconds = time.perf_counter() - start
+    report = cast(Handle, made.autockpt).report
+    return {
+        **_against(case, with_model(case, made), pairs),
+        "share": report.recompute_share,
+        "bound": report.bound_share,
+        "regions": len(report.regions),
+        "solve seconds": report.solve_seconds,
+        "plan seconds": seconds,
+    }
+
+
+def compiled(model: str, share: float, pairs: int, **_: Any) -> Row:
+    """PyTorch's own budget, under the backend that partitions and runs eagerly."""
+    import torch._functorch.config as functorch
+
+    case = MODELS[model]()
+    functorch.activation_memory_budget = share
+    made = torch.compile(case.model, backend="aot_eager_decomp_partition")
+    placed = with_model(case, cast(torch.nn.Module, made))
+    for _warm in range(2):
+        step(placed)
+    seen = _measure(placed)
+    row = _ratios(case, seen.activation_peak_bytes)
+    row["time"] = time_ratio(case, placed, pairs) if pairs else None
+    plain_flops = flops(case)
+    row["FLOPs"] = _compiled_flops(MODELS[model]()) / plain_flops
+    return row
+
+
+def duel(model: str, share: float, budget: int, pairs: int, **_: Any) -> Row:
+    """A plan with measured times as its cost, against PyTorch's budget, in paired runs."""
+    import torch._functorch.config as functorch
+
+    case = MODELS[model]()
+    fixed = _measure(case).fixed_bytes
+    try:
+        made = autockpt.optimize(
+            case.model,
+            case.args,
+            case.kwargs,
+            loss=case.loss,
+            memory_budget=fixed + budget + -(-budget // 199),
+        )
+    except InfeasibleError as error:
+        return {"infeasible": (error.minimum_bytes or 0) - fixed}
+    other = MODELS[model]()
+    functorch.activation_memory_budget = share
+    theirs = torch.compile(other.model, backend="aot_eager_decomp_partition")
+    placed = with_model(other, cast(torch.nn.Module, theirs))
+    for _warm in range(2):
+        step(placed)
+    return {"time over torch": time_ratio(placed, with_model(case, made), max(3, pairs))}
+
+
+KINDS: dict[str, Callable[..., Row]] = {
+    "plain": plain,
+    "hand": hand,
+    "planned": planned,
+    "compiled": compiled,
+    "duel": duel,
+}
+
+
+def _measure(case: Case) -> Measurement:
+    return autockpt.measure(case.model, case.args, case.kwargs, loss=case.loss)
+
+
+def _least_seconds(case: Case) -> float:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step(case)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _with_plan(case: Case, plan: Plan) -> torch.nn.Module:
+    return autockpt.optimize(
+        case.model,
+        case.args,
+        case.kwargs,
+        loss=case.loss,
+        memory_budget=_AMPLE,
+        plan=plan,
+        cost="roofline",
+    )
+
+
+def _problem(case: Case) -> Problem:
+    return lower_step(case.model, case.args, case.kwargs, case.loss, "roofline")[1]
+
+
+def _share(problem: Problem, plan: Plan) -> float:
+    return simulate(problem, plan).recompute_share
+
+
+def _ratios(case: Case, activation_bytes: int) -> Row:
+    whole = _measure(case).activation_peak_bytes
+    return {"bytes": activation_bytes, "peak": activation_bytes / whole}
+
+
+def _against(case: Case, placed: Case, pairs: int) -> Row:
+    """Peak, FLOPs and step time over the plain step's."""
+    row = _ratios(case, _measure(placed).activation_peak_bytes)
+    row["time"] = time_ratio(case, placed, pairs) if pairs else None
+    row["FLOPs"] = flops(placed) / flops(case)
+    return row
+
+
+def _compiled_flops(case: Case) -> int:
+    """FLOPs of a compiled step, summed over its graphs when they are compiled.
+
+    A mode around the step itself would make Dynamo run it eagerly, and count the plain step.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+        with mode, AtenLog() as log:
+            graph(*inputs)
+        found.append(log.tally.flops)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=count,
+        decompositions=select_decomp_table,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    torch._dynamo.reset()
+    made = torch.compile(case.model, backend=backend)
+    step(with_model(case, cast(torch.nn.Module, made)))
+    return int(sum(found))
+
+
+def main() -> None:
+    """Measure the cell that is described on the command line."""
+    torch.set_num_threads(1)
+    cell = json.loads(sys.argv[1])
+    print(json.dumps(KINDS[cell["kind"]](**{k: v for k, v in cell.items() if k != "kind"})))
+
+
+if __name__ == "__main__":
+    main()
