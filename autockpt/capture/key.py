@@ -65,6 +65,10 @@ class Key:
             return False
         if self._call != _describe_call(self._binding, model, args, kwargs or {}):
             return False
+        return self.model_matches(model)
+
+    def model_matches(self, model: torch.nn.Module) -> bool:
+        """Whether the capture holds for `model`, whatever it is called with."""
         if self._fast.holds(model):
             return True
         if self._tensors != _describe_tensors(model) or self._model != _describe_model(model):

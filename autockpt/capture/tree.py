@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,15 @@ from typing import Any
 
 import torch
 
-from autockpt.capture.paths import Path, children, fields_of, follow, is_atom, tensors_within
+from autockpt.capture.paths import (
+    Path,
+    children,
+    fields_of,
+    follow,
+    format_steps,
+    is_atom,
+    tensors_within,
+)
 from autockpt.errors import CaptureError
 
 
@@ -91,6 +100,28 @@ class Inputs:
         """
         bound = self.binding.bind(args, kwargs)
         return tuple(follow(bound[path.root], path.steps) for path in self.paths)
+
+    def sources(self, count: int, kwargs: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """Write what `tensors` reads as Python, for calls with `count` positional arguments.
+
+        Returns
+        -------
+        tuple of str or None
+            Expressions of ``args`` and ``kwargs``; None if a tensor is a default argument.
+        """
+        names = self.binding.names[:count]
+        found = []
+        for path in self.paths:
+            if path.root in kwargs:
+                root = f"kwargs[{path.root!r}]"
+            elif path.root in names:
+                root = f"args[{names.index(path.root)}]"
+            elif path.root.startswith("*"):
+                root = f"args[{len(self.binding.names) + int(path.root[1:])}]"
+            else:
+                return None
+            found.append(root + format_steps(path.steps))
+        return tuple(found)
 
     def locate(
         self, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -281,3 +312,59 @@ def _holds_tensor(spec: Any) -> bool:
         pairs = (*spec.mapping, *spec.attributes)
         return any(map(_holds_tensor, (*spec.items, *(item for _, item in pairs))))
     return False
+
+
+def source_of(template: Template, tensors: str, space: dict[str, Any]) -> str | None:
+    """Write what ``build`` makes as a Python expression, for a compiler to read.
+
+    Parameters
+    ----------
+    template : Template
+    tensors : str
+        The variable that holds the output tensors.
+    space : dict
+        Globals of the expression; classes are put there.
+
+    Returns
+    -------
+    str or None
+        None for outputs that only ``build`` can make.
+
+    Examples
+    --------
+    >>> template, _ = Template.describe({"loss": torch.zeros(()), "parts": (torch.ones(1), 3)})
+    >>> source_of(template, "t", {})
+    "{'loss': t[0], 'parts': (t[1], 3,)}"
+    """
+    try:
+        return _source(template._spec, tensors, space)
+    except _Unwritable:
+        return None
+
+
+class _Unwritable(Exception):
+    pass
+
+
+def _source(spec: Any, tensors: str, space: dict[str, Any]) -> str:
+    if isinstance(spec, _Leaf):
+        return f"{tensors}[{spec.index}]"
+    if isinstance(spec, _Constant) and isinstance(spec.value, (type(None), bool, int, str)):
+        return repr(spec.value)
+    if isinstance(spec, _Tuple) and spec.cls is tuple:
+        return f"({''.join(f'{_source(item, tensors, space)}, ' for item in spec.items).strip()})"
+    if not isinstance(spec, _Container):
+        raise _Unwritable
+    pairs = [(key, _source(item, tensors, space)) for key, item in spec.mapping]
+    if spec.cls is dict:
+        return f"{{{', '.join(f'{key!r}: {text}' for key, text in pairs)}}}"
+    if spec.cls is list:
+        return f"[{', '.join(_source(item, tensors, space) for item in spec.items)}]"
+    # transformers' and diffusers' outputs: a dict whose entries are its fields too.
+    fields = {name: _source(item, tensors, space) for name, item in spec.attributes}
+    given = {name: text for name, text in fields.items() if text != "None"}
+    if not dataclasses.is_dataclass(spec.cls) or given != dict(pairs):
+        raise _Unwritable
+    name = f"output_class_{len(space)}"
+    space[name] = spec.cls
+    return f"{name}({', '.join(f'{name}={text}' for name, text in pairs)})"

@@ -207,6 +207,8 @@ def _compile(
 ) -> tuple[Callable[..., tuple[Any, ...]], str]:
     filename = f"<autockpt {title} {next(_serial)}>"
     exec(compile(code, filename, "exec"), namespace)
+    # A compiler that inlines a function looks for the module of that name.
+    del namespace["__name__"]
     # Tracebacks and debuggers look here for the source; no mtime means: never stale.
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
     function: Callable[..., tuple[Any, ...]] = namespace["forward"]

@@ -73,6 +73,11 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         if bypassed() or not torch.is_grad_enabled():
             return plain(self, *args, **kwargs)
         handle: Handle = getattr(self, ATTRIBUTE)
+        if torch.compiler.is_dynamo_compiling():
+            # It needs all of Dynamo, which takes longer to import than torch.
+            from autockpt.runtime.traced import forward as traced
+
+            return traced(handle, self, args, kwargs)
         return handle.run(self, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -183,12 +183,94 @@ def breaks(model: nn.Module, case: zoo.Case) -> tuple[int, int]:
     return len(graphs), sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def test_no_more_graphs_than_the_plain_model_has() -> None:
+def test_no_more_graphs_and_breaks_than_the_plain_model_has() -> None:
     for case in (net(), zoo.vit(), zoo.resnet()):
         with buffers_restored(case.model):
-            plain, _ = breaks(copy.deepcopy(case.model), case)
-            found, _ = breaks(planned(case, "60%"), case)
-        assert found <= plain
+            plain = breaks(copy.deepcopy(case.model), case)
+            assert breaks(planned(case, "60%"), case) == plain == (1, 0)
+
+
+def test_one_graph_with_what_is_around_the_model() -> None:
+    case = net()
+    plain = copy.deepcopy(case.model)
+    ours = planned(case)
+
+    def step(model: nn.Module, x: Tensor, *, scale: float) -> Tensor:
+        return (scale * model(torch.tanh(x), 0.25)).pow(2).mean()
+
+    ours(batch(), 0.25)  # planned
+    for p, q in zip(plain.buffers(), ours.buffers(), strict=True):
+        q.copy_(p)
+    for model in (plain, ours):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        torch.manual_seed(1)
+        compiled(model, batch(), scale=3.0).backward()
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert equal(p.grad, q.grad)
+
+
+def test_what_is_not_planned_yet_breaks_the_graph_once() -> None:
+    ours: Any = autockpt.optimize(
+        net().model, memory_budget="50%", cost="roofline", solver="interval_dp"
+    )
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * ours(2 * x)
+
+    compiled = torch.compile(double, backend=backend)
+    for _ in range(3):
+        compiled(batch())
+    # In front of the model, the model, behind it; then all in one.
+    assert len(graphs) == 4
+    assert [("mul" in graph, "addmm" in graph or "linear" in graph) for graph in graphs] == [
+        (True, False),
+        (True, True),
+        (True, False),
+        (True, True),
+    ]
+
+
+def test_a_whole_graph_of_what_is_not_planned_yet_is_refused_with_advice() -> None:
+    ours = autockpt.optimize(net().model, memory_budget="50%", cost="roofline")
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call the optimized model once before"):
+        compiled(batch())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "gain", 0.7),
+        lambda m: m.norm.eval(),
+        lambda m: m.eval(),
+        lambda m: setattr(m.drop, "p", 0.4),
+        lambda m: m.blocks[0].requires_grad_(False),
+        lambda m: m.blocks.append(copy.deepcopy(m.blocks[0])),
+        lambda m: m.blocks[1].register_forward_hook(lambda _, args, output: 2 * output),
+        lambda m: m.load_state_dict(Net().state_dict(), assign=True),
+        lambda m: m.to(torch.float64).to(torch.float32),
+    ],
+)
+def test_changes_of_the_module_are_noticed(change: Any) -> None:
+    case = net()
+    plain = copy.deepcopy(case.model)
+    ours = planned(case)
+    compiled = torch.compile(ours, backend="aot_eager")
+    for _ in range(2):
+        for model in (plain, compiled):
+            torch.manual_seed(1)
+            model.zero_grad()
+            model(batch()).sum().backward()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert equal(p.grad, q.grad)
+        for model in (plain, ours):
+            torch.manual_seed(2)
+            change(model)
 
 
 def test_shapes_that_change_are_planned_and_compiled_again() -> None:
