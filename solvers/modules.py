@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from solvers.bounds import bound
 from solvers.local import Deadline
@@ -156,11 +157,13 @@ class _Search:
         self.say("mixing kinds")
         fitting = [c for c in found if self.rank(c)[0] == 0][:_STARTS] or [self.best]
         others = [c for c in found if c not in fitting][: 2 * _STARTS]
+        starts = [self._grown()]
         for start in fitting:
-            for other in (frozenset[int](), *others):
-                self._consider(self._mixed(start, other))
+            starts += [self._mixed(start, other) for other in (frozenset[int](), *others)]
         self.say("local search")
-        self._polish()
+        for start in sorted(dict.fromkeys(starts), key=self.rank)[: 2 * _STARTS]:
+            self._consider(self._polished(start, self._changes))
+        self.best = self._polished(self.best, self._exchanges)
 
     def _consider(self, chosen: Chosen) -> None:
         if self.rank(chosen) < self.rank(self.best):
@@ -232,18 +235,36 @@ class _Search:
                 done |= part
         return chosen
 
-    def _polish(self) -> None:
-        """Take single changes that help until none does."""
+    def _grown(self) -> Chosen:
+        """Return a set that was grown from nothing, by what costs least for what it brings."""
+        chosen: Chosen = frozenset()
+        while self.rank(chosen)[0] and self.left():
+            over, cost = self.rank(chosen)[:2]
+            best: tuple[float, Chosen] | None = None
+            for changed in self._changes(chosen):
+                new_over, new_cost = self.rank(changed)[:2]
+                if new_over < over and self.left():
+                    rate = (new_cost - cost) / (over - new_over)
+                    if best is None or rate < best[0]:
+                        best = rate, changed
+            if best is None:
+                break
+            chosen = best[1]
+        return chosen
+
+    def _polished(self, chosen: Chosen, changes: Callable[[Chosen], Iterator[Chosen]]) -> Chosen:
+        """Return a set after all single changes that help."""
         improved = True
         while improved and self.left():
             improved = False
-            for changed in self._changes(self.best):
+            for changed in changes(chosen):
                 if not self.left():
-                    return
-                if self.rank(changed) < self.rank(self.best):
-                    self.best = changed
+                    return chosen
+                if self.rank(changed) < self.rank(chosen):
+                    chosen = changed
                     improved = True
                     break
+        return chosen
 
     def _changes(self, chosen: Chosen) -> Iterator[Chosen]:
         for i in sorted(chosen):
@@ -257,10 +278,20 @@ class _Search:
                 direct = self._direct(part)
                 yield (chosen - {i}) | direct
                 yield chosen | direct
+
+    def _exchanges(self, chosen: Chosen) -> Iterator[Chosen]:
+        """Yield the sets with one or two spans instead of one, and with one instead of two."""
+        yield from self._changes(chosen)
+        out = [i for i in range(len(self.spans)) if i not in chosen]
         for i in sorted(chosen):
-            for j in range(len(self.spans)):
-                if j not in chosen:
-                    yield (chosen - {i}) | {j}
+            for j in out:
+                yield (chosen - {i}) | {j}
+        for i in sorted(chosen):
+            for j, k in combinations(out, 2):
+                yield (chosen - {i}) | {j, k}
+        for i, j in combinations(sorted(chosen), 2):
+            for k in out:
+                yield (chosen - {i, j}) | {k}
 
     def _direct(self, part: frozenset[int]) -> Chosen:
         """Return the outermost spans of a part."""
