@@ -26,16 +26,9 @@ from autockpt.profiler.cost import CostChoice, OpWork, cost_model
 from autockpt.profiler.facts import External, OpFacts, Profile
 from autockpt.profiler.layouts import Forms, forms_of, gradient_layouts, layouts_of
 from autockpt.profiler.overhead import region_ns
-from autockpt.profiler.rehearse import (
-    Layout,
-    Rehearsal,
-    Subject,
-    distinct,
-    rehearse,
-    storage_bytes,
-    storage_of,
-    tensors_in,
-)
+from autockpt.profiler.rehearse import Rehearsal, rehearse
+from autockpt.profiler.subject import Layout, Subject
+from autockpt.profiler.tensors import distinct, storage_bytes, storage_of, tensors_in
 
 
 def profile(

@@ -20,7 +20,8 @@ from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
 from autockpt.capture.lives import hold
 from autockpt.capture.paths import read_path
-from autockpt.profiler.rehearse import Layout, distinct, is_dense, outside_autocast, tensors_in
+from autockpt.profiler.subject import Layout, outside_autocast
+from autockpt.profiler.tensors import distinct, is_dense, tensors_in
 
 
 def gradient_layouts(

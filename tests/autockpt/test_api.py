@@ -219,7 +219,7 @@ def test_no_memory_for_one_op(net: Net, monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("autockpt.profiler.rehearse._watched_run", fail)
+    monkeypatch.setattr("autockpt.profiler.rehearse.watched_run", fail)
     with pytest.raises(ProfileError, match=r"functional\.linear' was measured.*cost='roofline'"):
         optimize(net, batch())
 

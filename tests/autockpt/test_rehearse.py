@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from autockpt.meters import CpuMeter, collector_off
 from autockpt.profiler import Roofline
 from autockpt.profiler.facts import OpFacts
-from autockpt.profiler.rehearse import Subject, rehearse, tensors_in
+from autockpt.profiler.rehearse import rehearse
+from autockpt.profiler.subject import Subject
+from autockpt.profiler.tensors import tensors_in
 
 ROWS, WIDTH = 64, 256
 BYTES = ROWS * WIDTH * 4

@@ -1,0 +1,180 @@
+"""One run of an op under a dispatch mode: what it makes, saves, draws, and its FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from autockpt.profiler.aten_log import AtenLog, Tally
+from autockpt.profiler.facts import ArgumentGradient, OpFacts, Ref, Result
+from autockpt.profiler.subject import Subject, as_it_is, differentiate, rest, results_of
+from autockpt.profiler.tensors import is_dense, storage_bytes, storage_of, tensors_in
+
+
+@dataclass(slots=True)
+class Logged:
+    """What the run has shown; tallies of its forward, and of that until the last pack."""
+
+    facts: OpFacts
+    forward: Tally
+    at_stop: Tally
+    output_bytes: int
+    backward_flops: int
+    differentiable: list[int]
+
+
+def logged_run(subject: Subject) -> Logged:
+    """Run forward and backward once, every ATen call logged."""
+    leaves, args, kwargs, edges = subject.stand_ins()
+    packed: list[torch.Tensor] = []
+    at_stop = Tally()
+    with AtenLog() as log:
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal at_stop
+            packed.append(tensor)
+            at_stop = log.tally.copy()
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, as_it_is):
+            out = subject.call(*args, **kwargs)
+    results, returned = results_of(subject, leaves, out)
+    cached = _cached_casts(subject, leaves, log)
+    storages = _number_storages(leaves, results, [*packed, *cached])
+    saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in packed))
+    hidden = {
+        storages[storage_of(tensor)].number: storage_bytes(tensor)
+        for tensor in (*packed, *cached)
+        if storages[storage_of(tensor)].kind == "hidden"
+    }
+    shown = tuple(
+        Result(
+            storage=storages[storage_of(result)],
+            storage_bytes=storage_bytes(result),
+            gradient_bytes=result.numel() * result.element_size() if result.requires_grad else 0,
+            same_as=_argument_that_is(result, subject, leaves, written=False),
+            written=_argument_that_is(result, subject, leaves, written=True),
+            returned=index < returned,
+        )
+        for index, result in enumerate(results)
+    )
+    wrote = {
+        storage_of(leaf)
+        for leaf, t in zip(leaves, subject.tensors, strict=True)
+        if id(t) in subject.written
+    }
+    output_bytes = sum(
+        result.numel() * result.element_size()
+        for index, result in enumerate(results)
+        if shown[index].storage == ("result", index) or storage_of(result) in wrote
+    )
+    facts = OpFacts(
+        results=shown,
+        hidden_bytes=tuple(hidden[index] for index in sorted(hidden)),
+        cached=tuple(
+            ref.number for ref in (storages[storage_of(t)] for t in cached) if ref.kind == "hidden"
+        ),
+        saved=saved,
+        packs=bool(packed),
+        random=log.random,
+        holds_tensors=_context_holds_tensors(results),
+    )
+    forward = log.tally.copy()
+    differentiable = [i for i, result in enumerate(results) if result.requires_grad]
+    packed.clear()
+    cached.clear()
+    log.casts.clear()
+    torch.clear_autocast_cache()
+    fresh, gradients, flops = _logged_backward(subject, results, differentiable, edges)
+    facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
+    return Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
+
+
+def _cached_casts(
+    subject: Subject, leaves: Sequence[torch.Tensor], log: AtenLog
+) -> list[torch.Tensor]:
+    """Casts that autocast keeps until its block ends: those of float32 leaves that require grad."""
+    if not torch.is_autocast_cache_enabled():
+        return []
+    kept = {
+        storage_of(leaf)
+        for leaf, tensor in zip(leaves, subject.tensors, strict=True)
+        if leaf.requires_grad and id(tensor) in subject.external
+    }
+    return [
+        cast
+        for source, cast in log.casts
+        if storage_of(source) in kept and source.dtype is torch.float32 is not cast.dtype
+    ]
+
+
+def _argument_that_is(
+    result: torch.Tensor, subject: Subject, leaves: Sequence[torch.Tensor], *, written: bool
+) -> int | None:
+    """The argument that a result is, object for object, among those (not) written in place."""
+    for argument, (leaf, tensor) in enumerate(zip(leaves, subject.tensors, strict=True)):
+        if result is leaf and (id(tensor) in subject.written) is written:
+            return argument
+    return None
+
+
+def _number_storages(
+    leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor], packed: Sequence[torch.Tensor]
+) -> dict[int, Ref]:
+    storages: dict[int, Ref] = {}
+    for index, leaf in enumerate(leaves):
+        storages.setdefault(storage_of(leaf), Ref("argument", index))
+    for index, result in enumerate(results):
+        storages.setdefault(storage_of(result), Ref("result", index))
+    hidden = 0
+    for tensor in packed:
+        if storage_of(tensor) not in storages:
+            storages[storage_of(tensor)] = Ref("hidden", hidden)
+            hidden += 1
+    return storages
+
+
+def _context_holds_tensors(results: Sequence[torch.Tensor]) -> bool:
+    """Whether a custom Function keeps tensors as attributes, where no hook sees them."""
+    return any(
+        bool(tensors_in(list(vars(result.grad_fn).values())))
+        for result in results
+        if isinstance(result.grad_fn, torch.autograd.function.BackwardCFunction)
+    )
+
+
+def _logged_backward(
+    subject: Subject, results: list[torch.Tensor], differentiable: list[int], edges: list[Any]
+) -> tuple[tuple[int, ...], tuple[ArgumentGradient, ...], int]:
+    if not differentiable or not any(edge is not None for edge in edges):
+        return (), (), 0
+    arrived: list[torch.Tensor] = []
+    end = rest(subject, results, differentiable, arrived.extend)
+    wanted = [(index, edge) for index, edge in enumerate(edges) if edge is not None]
+    with AtenLog() as log:
+        got = differentiate(end, [edge for _, edge in wanted])
+    storages = {
+        storage_of(gradient): Ref("result", index)
+        for index, gradient in zip(differentiable, arrived, strict=True)
+    }
+    fresh: list[int] = []
+    gradients: list[ArgumentGradient] = []
+    for (argument, _), gradient in zip(wanted, got, strict=True):
+        if gradient is None:
+            continue
+        if storage_of(gradient) not in storages:
+            storages[storage_of(gradient)] = Ref("hidden", len(fresh))
+            fresh.append(storage_bytes(gradient))
+        gradients.append(
+            ArgumentGradient(
+                argument=argument,
+                source=storages[storage_of(gradient)],
+                dense=is_dense(gradient),
+                view=gradient._is_view(),
+            )
+        )
+    return tuple(fresh), tuple(gradients), log.tally.flops

@@ -1,0 +1,40 @@
+"""Storages of tensors, and tensors in nested arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of a living tensor's storage (layouts without a storage count as their own)."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Allocated bytes of a tensor's storage."""
+    if tensor.layout is not torch.strided:
+        return int(tensor._nnz()) * tensor.element_size()
+    return int(tensor.untyped_storage().nbytes())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each once: autograd may add into it."""
+    if tensor.layout is not torch.strided:
+        return False
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors of a nested result or argument, in order, repeats included."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in order, each object once."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
