@@ -211,7 +211,8 @@ def _check_model(model: object) -> None:
         name = type(model).__name__
         raise CaptureError(f"The model is wrapped in {name}. Optimize first: {name}(optimize(m)).")
     refuse_wrapped(model)
-    if "forward" in vars(model) and not hasattr(model, "_orig_mod"):
+    foreign = isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod")
+    if "forward" in vars(model) and not foreign:
         raise CaptureError(
             f"The forward of this {type(model).__name__} was replaced on the object (model.forward "
             f"= ..., as accelerator.prepare does), where it would hide the planned one. Optimize "
