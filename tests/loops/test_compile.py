@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autockpt
 from autockpt.errors import CaptureError
@@ -299,3 +301,25 @@ def test_under_autocast() -> None:
     assert equal(expected.loss, found.loss)
     assert all(map(equal, expected.gradients.values(), found.gradients.values()))
     assert ours.autockpt.plan.regions
+
+
+@pytest.mark.parametrize("order", ["compiled last", "wrapped last"])
+def test_with_distributed_data_parallel(order: str, tmp_path: Any) -> None:
+    store = dist.FileStore(str(tmp_path / "store"))
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        case = net()
+        plain = copy.deepcopy(case.model)
+        ours = planned(case)
+        if order == "compiled last":
+            called: Any = torch.compile(DistributedDataParallel(ours), backend="aot_eager")
+        else:
+            called = DistributedDataParallel(torch.compile(ours, backend="aot_eager"))
+        for seed in (1, 2):
+            expected = run_step(plain, case.args, loss=torch.sum, seed=seed)
+            found = run_step(called, case.args, loss=torch.sum, seed=seed)
+            assert equal(expected.loss, found.loss)
+            assert all(map(equal, expected.gradients.values(), found.gradients.values()))
+        assert ours.autockpt.plan.regions
+    finally:
+        dist.destroy_process_group()
