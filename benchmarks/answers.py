@@ -86,6 +86,18 @@ def of_torch(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def of_blocks(rows: Iterable[Row]) -> list[Row]:
+    """Of the gap between bound and plan, how much is the bound's."""
+    found = []
+    for row in rows:
+        if row["schedule"] is None or row["auto"] is None or row["auto"] <= row["bound"]:
+            continue
+        own = (row["auto"] - row["schedule"]) / (row["auto"] - row["bound"])
+        label = f"block of {row['model']} at {row['budget']}: share of the gap that is the plan's"
+        found.append(_answer(label, max(0.0, own)))
+    return found
+
+
 def _cell(row: Row) -> str:
     return f"{row['model']} {row['torch budget']}"
 
@@ -104,4 +116,5 @@ SECTIONS: Mapping[str, Callable[[list[Row]], list[Row]]] = {
     "hand": of_hand,
     "least": of_least,
     "torch": of_torch,
+    "blocks": of_blocks,
 }

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 import autockpt
 from autockpt.pipeline import lower_step
@@ -26,13 +27,23 @@ from autockpt.profiler.cost import CostChoice, OpWork
 from autockpt.runtime.handle import Handle
 from autockpt.step import Measurement
 from benchmarks.common import flops, step, time_ratio, with_model
-from benchmarks.models import MODELS, by_hand
-from solvers import InfeasibleError, Plan, Problem, simulate
+from benchmarks.models import LAYERS, MODELS, by_hand
+from solvers import (
+    InfeasibleError,
+    Plan,
+    PlanError,
+    Problem,
+    best_schedule,
+    bound,
+    simulate,
+    solve,
+)
 from solvers.blocks import blocks, grouped
 from tests.zoo import Case
 
 Row = dict[str, Any]
 _AMPLE = 1 << 50
+_SCHEDULE_SECONDS = 60.0
 
 
 def raw_flops(work: OpWork) -> int:
@@ -159,12 +170,58 @@ def duel(model: str, share: float, budget: int, pairs: int, **_: Any) -> Row:
     return {"time over torch": time_ratio(placed, with_model(case, made), max(3, pairs))}
 
 
+def block(model: str, percent: int, **_: Any) -> Row:
+    """The first layer of a model alone: bound, relaxed program, best schedule, best plan."""
+    problem = _problem(_first_layer(model))
+    peak = simulate(problem, Plan()).activation_peak_bytes
+    budget = problem.fixed_bytes + peak * percent // 100
+    row: Row = {"ops": len(problem.ops)}
+    calls: dict[str, Callable[[], int | None]] = {
+        "bound": lambda: bound(problem, budget),
+        "relaxed": lambda: best_schedule(problem, budget, relaxed=True).bound,
+        "schedule": lambda: best_schedule(problem, budget, seconds=_SCHEDULE_SECONDS).cost,
+        "auto": lambda: solve(problem, budget).recompute_cost,
+    }
+    for name, call in calls.items():
+        try:
+            cost = call()
+        except (InfeasibleError, PlanError):
+            # None fits, or the program is too large.
+            cost = None
+        row[name] = None if cost is None else cost / problem.forward_cost
+    return row
+
+
+def _first_layer(model: str) -> Case:
+    """The first layer that people checkpoint, on what the model hands it."""
+    case = MODELS[model]()
+    layer = next(m for m in case.model.modules() if type(m).__name__ in LAYERS[model])
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    case.model(*case.args, **case.kwargs)
+    handle.remove()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _apart, calls[0])
+    return Case(layer, args, kwargs, _total)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor of one's own, that gradients flow to if they flowed to this one."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _total(output: Any) -> torch.Tensor:
+    return next(x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)).sum()
+
+
 KINDS: dict[str, Callable[..., Row]] = {
     "plain": plain,
     "hand": hand,
     "planned": planned,
     "compiled": compiled,
     "duel": duel,
+    "block": block,
 }
 
 

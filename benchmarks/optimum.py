@@ -65,6 +65,8 @@ class Cells:
         else:
             row = json.loads(done.stdout.strip().splitlines()[-1])
         print(f"{key}: {row.get('failed') or 'done'}", file=sys.stderr, flush=True)
+        if "failed" in row:
+            return row
         self.found[key] = row
         RESULTS.mkdir(exist_ok=True)
         self.path.write_text(json.dumps(self.found, indent=1))
@@ -140,6 +142,14 @@ def torch_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
             }
 
 
+def block_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
+    """One layer of each model alone: whether plan or bound is loose."""
+    for model in models:
+        for percent in (80, 60, 40):
+            cell = cells(model=model, kind="block", percent=percent)
+            yield {"model": model, "budget": f"{percent}%", **cell}
+
+
 def _shown(cell: Row) -> Row:
     names = ("peak", "FLOPs", "time", "share", "bound", "regions", "solve seconds", "failed")
     row = {name: cell.get(name) for name in names}
@@ -163,7 +173,7 @@ def main() -> None:
     """Measure what was asked for, print a table a section, and what it answers."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between")
-    parser.add_argument("--sections", default="budgets,hand,least,torch")
+    parser.add_argument("--sections", default="budgets,hand,least,torch,blocks")
     parser.add_argument("--solvers", default=",".join(SOLVERS))
     parser.add_argument("--cost", default="roofline", help="of section budgets; time is the user's")
     parser.add_argument("--pairs", type=int, default=5, help="of timed steps; 0 takes no times")
@@ -178,6 +188,7 @@ def main() -> None:
         "hand": lambda: hand_rows(cells, models),
         "least": lambda: least_rows(cells, models),
         "torch": lambda: torch_rows(cells, models),
+        "blocks": lambda: block_rows(cells, models),
     }
     answers: list[Row] = []
     for section in options.sections.split(","):
