@@ -69,6 +69,14 @@ def _effects(model: nn.Module, observed: Observation, path: str) -> Effects:
     )
 
 
+def copied_bytes(model: nn.Module, observed: Observation) -> int:
+    """Give the bytes of buffers that regions copy when they begin, to begin again with them."""
+    written, plain = _written_buffers(observed)
+    names = {*written, *_unseen_buffers(model, observed)} - plain
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return sum(int(buffers[name].nbytes) for name in names if name in buffers)
+
+
 def _written_buffers(observed: Observation) -> tuple[dict[str, None], set[str]]:
     """Buffers that were written, and those among them that are only ever updated by their op."""
     written: dict[str, None] = {}

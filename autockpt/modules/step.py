@@ -19,7 +19,7 @@ from autockpt.modules.observe import Observation, drawn, observe
 from autockpt.modules.parts import install
 from autockpt.modules.run import Regions
 from autockpt.modules.sharding import Stand, gathered_bytes, is_sharded, looked_at, of_a_rank
-from autockpt.modules.spans import regions_of, with_spans
+from autockpt.modules.spans import copied_bytes, regions_of, with_spans
 from autockpt.pipeline import (
     PLANNING,
     ForwardError,
@@ -212,7 +212,8 @@ def _solved(
     plain = simulate(problem, Plan())
     buckets, gathered = bucket_bytes(model), gathered_bytes(model)
     budget = resolve_budget(settings, problem, plain, buckets + gathered)
-    settings = replace(settings, reserve=settings.reserve + buckets + gathered)
+    beside = buckets + gathered + copied_bytes(model, observed)
+    settings = replace(settings, reserve=settings.reserve + beside)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
     plan = choose_plan(settings, problem, budget, plain, _translated(known, problem))
