@@ -78,30 +78,32 @@ def three_steps(rank: int, name: str, wrap: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [
-        ("gpt2", {}),
-        ("vit", {"gradient_as_bucket_view": True}),
-        ("vit", {"find_unused_parameters": True}),
-        ("gpt2", {"static_graph": True}),
-    ],
-)
-def test_three_steps(name: str, wrap: dict[str, Any]) -> None:
-    ranks = launch(three_steps, name, wrap)
-    for found in ranks:
-        assert found["same"]
-        assert found["losses"][0] == found["losses"][1]
-        assert found["plan"]
-        assert found["steps"] == 1
-        assert found["peaks"][1] <= found["budget"] < found["peaks"][0]
-        assert any("buckets" in note for note in found["notes"]) != bool(
-            wrap.get("gradient_as_bucket_view")
-        )
-    first, second = ranks
-    assert first["losses"] != second["losses"]
-    assert first["digest"] == second["digest"]
-    assert first["plan"] == second["plan"]
+WRAPS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {}),
+    ("vit", {"gradient_as_bucket_view": True}),
+    ("vit", {"find_unused_parameters": True}),
+    ("gpt2", {"static_graph": True}),
+]
+
+
+def all_three_steps(rank: int) -> list[dict[str, Any]]:
+    return [three_steps(rank, name, wrap) for name, wrap in WRAPS]
+
+
+def test_three_steps() -> None:
+    for (name, wrap), *ranks in zip(WRAPS, *launch(all_three_steps), strict=True):
+        for found in ranks:
+            assert found["same"], (name, wrap)
+            assert found["losses"][0] == found["losses"][1]
+            assert found["plan"]
+            assert found["steps"] == 1
+            assert found["peaks"][1] <= found["budget"] < found["peaks"][0], (name, wrap)
+            told = any("buckets" in note for note in found["notes"])
+            assert told != wrap.get("gradient_as_bucket_view", False)
+        first, second = ranks
+        assert first["losses"] != second["losses"]
+        assert first["digest"] == second["digest"]
+        assert first["plan"] == second["plan"]
 
 
 def accumulate(model: DistributedDataParallel, case: zoo.Case, rank: int) -> None:
@@ -165,14 +167,17 @@ def looped(rank: int, name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loop(name: str) -> None:
-    first, second = launch(looped, name)
-    for found in (first, second):
-        assert found["same"]
-        assert found["plan"]
-        assert found["more"] == found["gradients"]
-    assert first["digest"] == second["digest"]
+def all_looped(rank: int) -> list[dict[str, Any]]:
+    return [looped(rank, name) for name in LOOPS]
+
+
+def test_loops() -> None:
+    for name, first, second in zip(LOOPS, *launch(all_looped), strict=True):
+        for found in (first, second):
+            assert found["same"], name
+            assert found["plan"]
+            assert found["more"] == found["gradients"]
+        assert first["digest"] == second["digest"], name
 
 
 def measured_costs(rank: int) -> dict[str, Any]:
@@ -189,12 +194,6 @@ def measured_costs(rank: int) -> dict[str, Any]:
     return {"plan": model.autockpt.plan.regions, "costs": costs}
 
 
-def test_one_plan_for_all_ranks_though_times_differ() -> None:
-    first, second = launch(measured_costs)
-    assert first["costs"] != second["costs"]
-    assert first["plan"] == second["plan"]
-
-
 def infeasible(rank: int) -> str:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     wrapped = DistributedDataParallel(autockpt.optimize(model, memory_budget=200_000, **SETTINGS))
@@ -205,8 +204,16 @@ def infeasible(rank: int) -> str:
     return ""
 
 
-def test_buckets_that_leave_no_room_are_named_on_every_rank() -> None:
-    for said in launch(infeasible):
+def planning(rank: int) -> tuple[dict[str, Any], str]:
+    return measured_costs(rank), infeasible(rank)
+
+
+def test_one_plan_for_all_ranks_though_times_differ_and_the_same_refusal() -> None:
+    ranks = launch(planning)
+    (first, _), (second, _) = ranks
+    assert first["costs"] != second["costs"]
+    assert first["plan"] == second["plan"]
+    for _, said in ranks:
         assert "DistributedDataParallel's buckets 65.00 KiB" in said
 
 

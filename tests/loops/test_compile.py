@@ -82,13 +82,13 @@ def test_equal_to_the_plain_model_compiled(backend: str, training: bool) -> None
         assert equal(plain(*case.args), compiled(*case.args))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "net"])
 def test_the_saving_is_kept(name: str) -> None:
-    case = zoo.ZOO[name]()
+    case = zoo.gpt2(layers=3) if name == "gpt2" else net()
     plain = torch.compile(copy.deepcopy(case.model), backend="aot_eager")
     plain_peak = peak(case, plain)
     torch._dynamo.reset()
-    ours = planned(case, "40%" if name == "gpt2" else "60%")
+    ours = planned(case, "40%" if name == "gpt2" else "50%")
     eager_peak = peak(case, ours)
     compiled_peak = peak(case, torch.compile(ours, backend="aot_eager"))
     assert compiled_peak < 0.7 * plain_peak
