@@ -43,9 +43,9 @@ class Cells:
         return RESULTS / "optimum.json"
 
     def load(self) -> None:
-        """Take up what an earlier run found."""
+        """Take up what other runs found."""
         if self.path.exists():
-            self.found = json.loads(self.path.read_text())
+            self.found = {**json.loads(self.path.read_text()), **self.found}
 
     def __call__(self, **cell: Any) -> Row:
         """Give a cell's numbers."""
@@ -68,6 +68,7 @@ class Cells:
         if "failed" in row:
             return row
         self.found[key] = row
+        self.load()
         RESULTS.mkdir(exist_ok=True)
         self.path.write_text(json.dumps(self.found, indent=1))
         return row
@@ -84,10 +85,10 @@ def budget_rows(
                 yield {"model": model, "budget": budget, "solver": solver, **_shown(cell)}
 
 
-def hand_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
+def hand_rows(cells: Cells, models: Iterable[str], variants: Iterable[str]) -> Iterator[Row]:
     """Placement by hand, and a plan within the peak that it was measured at."""
     for model in models:
-        for variant in HAND:
+        for variant in variants:
             placed = cells(model=model, kind="hand", variant=variant)
             if "failed" in placed:
                 yield {"model": model, "hand": variant, **_shown(placed)}
@@ -107,10 +108,10 @@ def hand_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
             }
 
 
-def least_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
+def least_rows(cells: Cells, models: Iterable[str], variants: Iterable[str]) -> Iterator[Row]:
     """The least peak by hand, and the least planned."""
     for model in models:
-        hand = [cells(model=model, kind="hand", variant=variant) for variant in HAND]
+        hand = [cells(model=model, kind="hand", variant=variant) for variant in variants]
         plan = cells(model=model, kind="planned", budget="least")
         yield {
             "model": model,
@@ -119,10 +120,10 @@ def least_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
         }
 
 
-def torch_rows(cells: Cells, models: Iterable[str]) -> Iterator[Row]:
+def torch_rows(cells: Cells, models: Iterable[str], shares: Iterable[float]) -> Iterator[Row]:
     """PyTorch's budget, and at each peak that it reaches plans: one by FLOPs, one by time."""
     for model in models:
-        for share in SHARES:
+        for share in shares:
             theirs = cells(model=model, kind="compiled", share=share)
             row = {"model": model, "torch budget": share}
             if "failed" in theirs:
@@ -176,6 +177,8 @@ def main() -> None:
     parser.add_argument("--sections", default="budgets,hand,least,torch,blocks")
     parser.add_argument("--solvers", default=",".join(SOLVERS))
     parser.add_argument("--cost", default="roofline", help="of section budgets; time is the user's")
+    parser.add_argument("--hand", default=",".join(HAND), help="layer, sqrt, or a share of layers")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="PyTorch's budgets")
     parser.add_argument("--pairs", type=int, default=5, help="of timed steps; 0 takes no times")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
     options = parser.parse_args()
@@ -185,9 +188,11 @@ def main() -> None:
     models = options.models.split(",")
     makers = {
         "budgets": lambda: budget_rows(cells, models, options.solvers.split(","), options.cost),
-        "hand": lambda: hand_rows(cells, models),
-        "least": lambda: least_rows(cells, models),
-        "torch": lambda: torch_rows(cells, models),
+        "hand": lambda: hand_rows(cells, models, options.hand.split(",")),
+        "least": lambda: least_rows(cells, models, options.hand.split(",")),
+        "torch": lambda: torch_rows(
+            cells, models, [float(share) for share in options.shares.split(",")]
+        ),
         "blocks": lambda: block_rows(cells, models),
     }
     answers: list[Row] = []
