@@ -55,7 +55,7 @@ def logged_run(subject: Subject) -> Logged:
         Result(
             storage=storages[storage_of(result)],
             storage_bytes=storage_bytes(result),
-            gradient_bytes=result.numel() * result.element_size() if result.requires_grad else 0,
+            gradient_bytes=result.numel() * result.element_size() if has_gradient(result) else 0,
             same_as=_argument_that_is(result, subject, leaves, written=False),
             written=_argument_that_is(result, subject, leaves, written=True),
             returned=index < returned,
@@ -84,7 +84,7 @@ def logged_run(subject: Subject) -> Logged:
         holds_tensors=_context_holds_tensors(results),
     )
     forward = log.tally.copy()
-    differentiable = [i for i, result in enumerate(results) if result.requires_grad]
+    differentiable = [i for i, result in enumerate(results) if has_gradient(result)]
     packed.clear()
     cached.clear()
     log.casts.clear()
@@ -92,6 +92,11 @@ def logged_run(subject: Subject) -> Logged:
     fresh, gradients, flops = _logged_backward(subject, results, differentiable, edges)
     facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
     return Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
+
+
+def has_gradient(result: torch.Tensor) -> bool:
+    """Whether a result gets a gradient: under no_grad a view of a leaf says so and gets none."""
+    return result.requires_grad and torch.is_grad_enabled()
 
 
 def _cached_casts(

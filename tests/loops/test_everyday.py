@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autockpt
 from tests.autockpt.test_guarded import Failing, Fragile
@@ -169,6 +171,48 @@ def no_grad_and_inference(model: Any) -> list[Tensor]:
 
 
 @loop
+def averaged_weights(model: Any) -> list[Tensor]:
+    """Stochastic weight averaging: a deep copy, its statistics taken anew, then trained on."""
+    average = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch()).pow(2).mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    update_bn([batch()], average)
+    average(batch()).sum().backward()
+    return [*(p.grad for p in average.parameters()), *average.buffers()]
+
+
+@loop
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.3)
+    model(batch()).sum().backward()
+    prune.remove(model.blocks[0].up, "weight")
+    model(batch()).sum().backward()
+
+
+@loop
+def spectral_norm(model: Any) -> None:
+    """Looks at a transposed weight under no_grad, and writes buffers, in every forward."""
+    nn.utils.parametrizations.spectral_norm(model.blocks[0].up)
+    for _ in range(2):
+        model(batch()).sum().backward()
+
+
+@loop
+def hooks_on_gradients(model: Any) -> list[Tensor]:
+    seen: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    for _ in range(2):
+        model(batch()).sum().backward()
+    return seen
+
+
+@loop
 def second_order_optimizer(model: Any) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=3)
 
@@ -215,6 +259,29 @@ def test_loop(name: str) -> None:
     assert all(map(equal, leaves(expected), leaves(found)))
     if expected is None or isinstance(expected, list):
         assert isinstance(expected, type(found))
+    assert_alike(plain, optimized)
+
+
+class Looking(Net):
+    """Looks at rows of its input and at a transposed weight without grad."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            direction = torch.mv(self.blocks[0].up.weight.T, self.blocks[0].up.bias)
+            scale = x[:4].mean() + self.blocks[1].down.weight[0].norm()
+        return super().forward(x + direction * scale, *args, **kwargs)
+
+
+def test_views_of_what_requires_grad_under_no_grad() -> None:
+    plain = Looking()
+    optimized: Any = autockpt.optimize(
+        copy.deepcopy(plain), memory_budget="70%", cost="roofline", solver="interval_dp"
+    )
+    x = batch().requires_grad_()
+    for model in (plain, optimized):
+        torch.manual_seed(1)
+        model(x).sum().backward()
+    assert optimized.autockpt.plan.regions
     assert_alike(plain, optimized)
 
 
