@@ -174,14 +174,18 @@ def gathered_bytes(model: nn.Module) -> int:
     The root's parameters and their gradients stay through backward. Of the largest wrapped
     module inside there are at once, while backward goes from one to the next: its parameters,
     those of the next as they arrive and as they are laid out, its gradients, and what is being
-    reduced of it and of the one before, which a slow network holds on to.
+    reduced of it and of the one before, which a slow network holds on to. Modules that are not
+    sharded again after their forward, or fetched further ahead, add their parameters.
     """
     if not is_sharded(model):
         return 0
     own = sum(p.numel() * p.element_size() for p in _roots_own(model))
     wrapped = [m for m in model.modules() if m is not model and isinstance(m, FSDPModule)]
     largest = max((_in_transit(module) for module in wrapped), default=0)
-    return 2 * own + max(own, largest)
+    staying = sum(_whole_bytes(module) for module in wrapped if _stays(module))
+    ahead = max((_fetched_ahead(module) for module in wrapped), default=0)
+    further = max(0, ahead - 1) * 2 * max(map(_whole_bytes, wrapped), default=0)
+    return 2 * own + max(own, largest) + staying + further
 
 
 def _in_transit(module: Any) -> int:
@@ -193,6 +197,27 @@ def _in_transit(module: Any) -> int:
         gradients = dtype.itemsize + 2 * reduced if parameter.requires_grad else 0
         total += parameter.numel() * (3 * dtype.itemsize + gradients)
     return total
+
+
+def _whole_bytes(module: Any) -> int:
+    policy = _policy(module)
+    return sum(
+        int(p.numel()) * (policy.param_dtype or p.dtype).itemsize for _, _, p in _managed(module)
+    )
+
+
+def _stays(module: Any) -> bool:
+    """Whether a wrapped module keeps its parameters, or part of them, from forward to backward."""
+    state = module._get_fsdp_state()
+    # Before torch 2.13 a module had one group at most.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    groups = [group for group in groups if group is not None]
+    return any(not g._reshard_after_forward or g._use_post_forward_mesh for g in groups)
+
+
+def _fetched_ahead(module: Any) -> int:
+    state = module._get_fsdp_state()
+    return max(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch))
 
 
 def _roots_own(model: nn.Module) -> list[nn.Parameter]:

@@ -88,8 +88,9 @@ def three_steps(rank: int, name: str, policy: dict[str, Any], budget: str) -> di
     }
 
 
-@pytest.mark.parametrize("policy", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"), [("gpt2", {}), ("gpt2", BF16), ("vit", {})], ids=["gpt2", "bf16", "vit"]
+)
 def test_three_steps_are_equal_and_inside_the_budget(name: str, policy: dict[str, Any]) -> None:
     ranks = launch(three_steps, name, policy, "45%")
     for found in ranks:
@@ -131,10 +132,6 @@ def uneven(rank: int) -> list[bool]:
     return results
 
 
-def test_a_rank_with_another_shape_plans_alone() -> None:
-    assert all(all(found) for found in launch(uneven))
-
-
 def refusals(rank: int) -> list[str]:
     case = zoo.gpt2()
     messages = []
@@ -160,8 +157,13 @@ def refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_what_is_refused_says_what_to_do() -> None:
-    for wrapped, graph, parallel in launch(refusals):
+def alone(rank: int) -> tuple[list[bool], list[str]]:
+    return uneven(rank), refusals(rank)
+
+
+def test_a_rank_with_another_shape_plans_alone_and_refusals_say_what_to_do() -> None:
+    for equal_and_alone, (wrapped, graph, parallel) in launch(alone):
+        assert all(equal_and_alone)
         assert "Optimize first" in wrapped
         assert "emit='modules' before it is sharded" in graph
         assert "tensor parallelism" in parallel
