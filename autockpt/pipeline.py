@@ -406,7 +406,8 @@ def _with_margin(
     least = budget_for(error.minimum_bytes, problem.fixed_bytes, settings.reserve)
     said = "No plan was found for" if isinstance(error, NoPlanFoundError) else "No plan fits"
     where = f", at {error.op}" if error.op else ""
-    reserve = f" and {format_bytes(settings.reserve)} of reserve" if settings.reserve else ""
+    kept_free = format_bytes(settings.reserve)
+    reserve = f" and {kept_free} for what is beside the model" if settings.reserve else ""
     margin = least - settings.reserve - error.minimum_bytes
     share = -(-100 * (least - problem.fixed_bytes) // plain.activation_peak_bytes)
     percent = f', "{share}%"' if budget.text.endswith("%") and share <= 100 else ""
