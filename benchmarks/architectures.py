@@ -71,7 +71,7 @@ def main() -> None:
     for row in sweep(given.names, given.emit, given.workers):
         rows.append(row)
         if row["regions"] in ("refused", *BAD) or row["why"]:
-            print(f"{row['model']}: {row['regions']}: {row['why']}", flush=True)  # noqa: T201
+            print(f"{row['model']}: {row['regions']}: {row['why']}", flush=True)
     short = [{key: value for key, value in row.items() if key != "why"} for row in rows]
     show("Architectures chosen for being awkward", short, f"architectures_{given.emit}")
 

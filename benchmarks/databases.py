@@ -225,7 +225,7 @@ def _by_way(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
     found: dict[str, list[Trial]] = {way: [] for way in WAYS}
     for trial in trials:
         found[trial.name.partition(": ")[0]].append(trial)
-    return found | {"all": [trial for of_way in found.values() for trial in of_way]}
+    return {**found, "all": [trial for of_way in found.values() for trial in of_way]}
 
 
 def main() -> None:
@@ -242,7 +242,7 @@ def main() -> None:
     for trial in sweep(chosen, given.samples, given.emit, given.workers):
         trials.append(trial)
         if trial.kind in ("refused", "no plain step", *BAD):
-            print(f"{trial.kind}: {trial.name}: {trial.reason}", flush=True)  # noqa: T201
+            print(f"{trial.kind}: {trial.name}: {trial.reason}", flush=True)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"databases_{given.emit}_trials.json"
     path.write_text(json.dumps([asdict(trial) for trial in trials], indent=1))

@@ -55,6 +55,8 @@ class Trial:
         Whether all of the module that the trial is about lies inside regions.
     infeasible : bool
         Whether it was refused because no plan fits.
+    minimum_bytes : int
+        The budget that such a refusal names.
     peak_bytes, budget_bytes : int
         Measured and asked for, where there was a budget.
     """
@@ -65,6 +67,7 @@ class Trial:
     recomputed: int = 0
     covered: bool = False
     infeasible: bool = False
+    minimum_bytes: int = 0
     peak_bytes: int = 0
     budget_bytes: int = 0
 
@@ -178,7 +181,14 @@ def attempt(
         return _judged(name, subject, expected, emit, budget, solver)
     except REFUSALS as error:
         infeasible = isinstance(error, autockpt.InfeasibleError)
-        return Trial(name=name, kind="refused", reason=_said(error), infeasible=infeasible)
+        least = getattr(error, "minimum_bytes", None) or 0
+        return Trial(
+            name=name,
+            kind="refused",
+            reason=_said(error),
+            infeasible=infeasible,
+            minimum_bytes=least,
+        )
     except Exception as error:  # noqa: BLE001, a crash is what is looked for
         return Trial(name=name, kind="crashed", reason=_said(error))
 
@@ -325,4 +335,5 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    first, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {first}"
