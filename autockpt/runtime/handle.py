@@ -18,7 +18,7 @@ from autockpt.capture.paths import forward_of
 from autockpt.capture.restore import RandomState
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
-from autockpt.modules.parts import install, mark
+from autockpt.modules.parts import install, mark, uninstall
 from autockpt.modules.sharding import refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
@@ -228,6 +228,7 @@ class Handle:
                 return self._fall_back(module, args, kwargs, known, str(error))
             except CaptureError as other:
                 # Neither way: what stands in the way of the usual one is what to change.
+                uninstall(module)
                 raise error from (None if str(other) == str(error) else other)
 
     def _fall_back(
