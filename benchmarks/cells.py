@@ -69,19 +69,32 @@ def plain(model: str, **_: Any) -> Row:
 
 def hand(model: str, variant: str, pairs: int, **_: Any) -> Row:
     """Placed by hand: every layer, the first layers, or segments of sqrt(n) layers."""
-    case, share = MODELS[model](), None
+    case = MODELS[model]()
+    problem = _problem(case)
     if variant == "sqrt":
-        problem = _problem(case)
         runs = blocks(problem)
         plan = Plan(regions=grouped(problem, runs, max(1, math.isqrt(len(runs)))))
         placed = with_model(case, _with_plan(case, plan))
-        share = _share(problem, plan)
     else:
-        placed = by_hand(model, 1.0 if variant == "layer" else float(variant))
-        if variant == "layer":
-            problem = _problem(case)
-            share = _share(problem, Plan(regions=grouped(problem, blocks(problem), 1)))
-    return {**_against(case, placed, pairs), "share": share}
+        layers = 1.0 if variant == "layer" else float(variant)
+        plan = _as_plan(case, model, layers, problem)
+        placed = by_hand(model, layers)
+    return {**_against(case, placed, pairs), "share": _share(problem, plan)}
+
+
+def _as_plan(case: Case, model: str, share: float, problem: Problem) -> Plan:
+    """The placement by hand as regions, to be priced like any plan."""
+    layers = [name for name, m in case.model.named_modules() if type(m).__name__ in LAYERS[model]]
+    intervals = []
+    for name in layers[: round(share * len(layers))]:
+        # Counters of batches stand at the end of the step, apart from their layers.
+        inside = [
+            i
+            for i, op in enumerate(problem.ops)
+            if f"{op.module}.".startswith(f"{name}.") and not op.pinned
+        ]
+        intervals.append((inside[0], inside[-1] + 1))
+    return Plan.flat(sorted(intervals))
 
 
 def planned(
@@ -254,8 +267,12 @@ def _problem(case: Case) -> Problem:
     return lower_step(case.model, case.args, case.kwargs, case.loss, "roofline")[1]
 
 
-def _share(problem: Problem, plan: Plan) -> float:
-    return simulate(problem, plan).recompute_share
+def _share(problem: Problem, plan: Plan) -> float | None:
+    try:
+        return simulate(problem, plan).recompute_share
+    except PlanError:
+        # What people wrap may hold what has to stay outside; FLOPs tell all the same.
+        return None
 
 
 def _ratios(case: Case, activation_bytes: int) -> Row:
