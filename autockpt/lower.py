@@ -252,6 +252,7 @@ def _stays_outside(node: fx.Node, facts: OpFacts) -> bool:
     return (
         node.target is expect
         or facts.holds_tensors
+        or facts.packs_unfilled
         or bool(node.meta.get("pinned"))
         or node.meta.get("stage") == "loss"
     )

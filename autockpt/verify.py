@@ -224,7 +224,19 @@ def same_bits(first: Any, second: Any) -> bool:
         return same_bits(pair[0].indices(), pair[1].indices()) and same_bits(
             pair[0].values(), pair[1].values()
         )
+    if first.layout in _COMPRESSED:
+        return all(same_bits(part(first), part(second)) for part in _COMPRESSED[first.layout])
     return torch.equal(_raw(first), _raw(second))
+
+
+_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
+_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
+_COMPRESSED: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 
 
 def _raw(tensor: Tensor) -> Tensor:

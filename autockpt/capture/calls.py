@@ -40,7 +40,14 @@ ELEMENTWISE = frozenset(
 )
 
 # Functions that write statistics which their schema does not declare as written.
-STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+STATISTICS = frozenset(
+    {
+        *("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit"),
+        *("_batch_norm_with_update", "_batch_norm_impl_index", "batch_norm_gather_stats"),
+        *("batch_norm_gather_stats_with_counts", "fused_moving_avg_obs_fake_quant"),
+        *("_fused_moving_avg_obs_fq_helper", "cudnn_batch_norm", "miopen_batch_norm"),
+    }
+)
 
 
 def version(tensor: torch.Tensor) -> int:

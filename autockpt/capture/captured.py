@@ -25,7 +25,8 @@ Node kinds of ``Capture.graph``
 the user's frame), ``ambient`` (an ``Ambient``), ``stage`` (``"model"`` or ``"loss"``),
 ``draws`` (whether the call moved a default generator of torch when it was recorded),
 ``tensors`` (a tuple of ``TensorMeta`` of the tensors it returned, nested results flattened in
-order), ``writes`` (the tuple of argument nodes whose storage it writes in place).
+order), ``writes`` (the tuple of argument nodes whose storage it writes in place),
+``wants`` (the tuple of argument nodes whose tensor required grad when it was called).
 Placeholders and get_attr nodes carry ``tensors`` with one entry too.
 """
 

@@ -134,9 +134,11 @@ class _Batch:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_inference():
         return tensor
+    if tensor.layout is not torch.strided:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     with torch.no_grad():
         copy = torch.empty_like(tensor).copy_(tensor) if tensor._base is None else tensor.clone()
-    if copy.stride() != tensor.stride() and tensor.layout is torch.strided:
+    if copy.stride() != tensor.stride():
         return tensor.detach().requires_grad_(tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)
 

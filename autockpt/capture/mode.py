@@ -11,7 +11,13 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from autockpt.capture.bits import identical
-from autockpt.capture.calls import depends_on_data, may_write, version, writes_statistics
+from autockpt.capture.calls import (
+    STATISTICS,
+    depends_on_data,
+    may_write,
+    version,
+    writes_statistics,
+)
 from autockpt.capture.guards import ask
 from autockpt.capture.refusals import drop
 from autockpt.capture.restore import Trace, default_states
@@ -99,6 +105,31 @@ class Recorder(TorchFunctionMode):
             )
         self.note("the model's own checkpoint calls were dissolved and planned anew")
 
+    def cast(self, module: torch.nn.Module, run: Callable[[], Any]) -> Any:
+        """Run a ``module.to(...)`` in the forward, unseen: it is to find all as it should be."""
+        before = [(t, t.data) for t in (*module.parameters(), *module.buffers())]
+        self.paused += 1
+        try:
+            result = run()
+        finally:
+            self.paused -= 1
+        after = [*module.parameters(), *module.buffers()]
+        same = len(after) == len(before) and all(
+            now is tensor and now.dtype is data.dtype and now.data_ptr() == data.data_ptr()
+            for now, (tensor, data) in zip(after, before, strict=True)
+        )
+        if same:
+            return result
+        if self.stream.lenient:
+            self.stream.forbid("it casts or moves a module")
+            return result
+        for tensor, data in before:
+            tensor.data = data
+        raise self.refuse(
+            f"the model casts or moves a module ({type(module).__name__})",
+            "Do that once, before the model is optimized.",
+        )
+
     def _question(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tensor = args[0]
         if self.stream.lenient:
@@ -131,7 +162,16 @@ class Recorder(TorchFunctionMode):
                 self._trace.before_write(tensor, known=node.op == "get_attr")
         self._keep_generators(args, kwargs)
         self._refuse_hooks()
-        before = [self._state(tensor, node) for tensor, node in used]
+        # As it is now: a write in place may have made it so since the tensor was made.
+        wants = tuple(dict.fromkeys(node for tensor, node in used if tensor.requires_grad))
+        hidden = [
+            node.meta.get("kind") == "buffer"
+            or (target.name in STATISTICS and tensor is not args[0])
+            for tensor, node in used
+        ]
+        before = [
+            self._state(tensor, compare) for (tensor, _), compare in zip(used, hidden, strict=True)
+        ]
         result, drew = self._run(func, args, kwargs)
         written = [
             node
@@ -142,6 +182,7 @@ class Recorder(TorchFunctionMode):
             written += [node for _, node in used[1:] if node.meta.get("kind") == "buffer"]
         node = self._emit(target, graph_args, graph_kwargs)
         node.meta["writes"] = tuple(dict.fromkeys(written))
+        node.meta["wants"] = wants
         if opaque:
             node.meta["opaque"] = True
         node.meta["draws"] = drew
@@ -211,10 +252,10 @@ class Recorder(TorchFunctionMode):
             )
 
     @staticmethod
-    def _state(tensor: torch.Tensor, node: fx.Node) -> tuple[int, torch.Tensor | None]:
-        # Statistics are written behind the version counter's back, so buffers are compared.
-        buffer = node.meta.get("kind") == "buffer" and not tensor.is_meta
-        return version(tensor), tensor.detach().clone() if buffer else None
+    def _state(tensor: torch.Tensor, compare: bool) -> tuple[int, torch.Tensor | None]:
+        # Statistics are written behind the version counter's back: their values are compared.
+        copied = compare and not tensor.is_meta
+        return version(tensor), tensor.detach().clone() if copied else None
 
     def _emit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         if target.op == "get_property":

@@ -43,6 +43,9 @@ class Listener(Protocol):
     def dissolve(self) -> None:
         """Take note that the model calls ``checkpoint`` itself."""
 
+    def cast(self, module: torch.nn.Module, run: Callable[[], Any]) -> Any:
+        """Run a ``module.to(...)``."""
+
     def refuse(self, reason: str, advice: str) -> Exception:
         """Make the error to raise where the model cannot be captured."""
 
@@ -70,6 +73,7 @@ def patched(recorder: Listener) -> Iterator[None]:
             name = "has_torch_function"
             replace(torch.overrides, name, _say_no_to_modules(torch.overrides.has_torch_function))
             replace(torch.nn.Module, "__call__", _module_call(torch.nn.Module.__call__))
+            replace(torch.nn.Module, "_apply", _cast(torch.nn.Module._apply))
             replace(torch.autograd.Function, "apply", _apply())
             replace(BackwardHook, "setup_input_hook", _hook(BackwardHook.setup_input_hook, True))
             replace(BackwardHook, "setup_output_hook", _hook(BackwardHook.setup_output_hook, False))
@@ -118,6 +122,16 @@ def _module_call(call: Callable[..., Any]) -> Callable[..., Any]:
             recorder.leave_module()
 
     return __call__
+
+
+def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
+    def _apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = listener()
+        if recorder is None:
+            return cast(self, *args, **kwargs)
+        return recorder.cast(self, lambda: cast(self, *args, **kwargs))
+
+    return _apply
 
 
 def _apply() -> Any:

@@ -296,6 +296,7 @@ class Stream:
         node.meta["stage"] = self.stage
         node.meta["calls"] = tuple(self.calls)
         node.meta["writes"] = ()
+        node.meta["wants"] = ()
         node.meta["tensors"] = tuple(map(TensorMeta.of, tensors))
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autockpt.capture.paths import fields_of, is_apart, is_atom
 
 _OBJECT_DEPTH = 3
 _MISSING = object()
+_FUNCTIONS = (FunctionType, MethodType, partial)
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 
@@ -68,7 +70,7 @@ class Change:
                 yield value
 
     def settles(self, constant: Callable[[torch.Tensor], bool]) -> bool:
-        """Whether this may be something made once: a setting, or a cache of constants."""
+        """Whether this may be something made once: a setting, hooks, or a cache of constants."""
         pending, depth = [self.now], 0
         while pending and depth < 1000:
             value, depth = pending.pop(), depth + 1
@@ -79,7 +81,7 @@ class Change:
                 pending += value
             elif isinstance(value, dict):
                 pending += value.values()
-            elif not _is_plain(value):
+            elif not (_is_plain(value) or isinstance(value, _FUNCTIONS)):
                 return False
         return not pending
 

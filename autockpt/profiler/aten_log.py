@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ class AtenLog(TorchDispatchMode):
         Whether a call drew from a default generator.
     casts : list of (Tensor, Tensor)
         Copies in another dtype, source and result, as autocast makes them.
+    packed : list of Tensor
+        What autograd has packed so far, as the hook that packs it says.
+    filled : list of Tensor
+        Those of them that a call wrote afterwards: a recomputation that stops when the last
+        tensor is packed would leave it without its content.
     """
 
     def __init__(self) -> None:
@@ -46,6 +51,8 @@ class AtenLog(TorchDispatchMode):
         self.tally = Tally()
         self.random = False
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.packed: list[torch.Tensor] = []
+        self.filled: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self,
@@ -56,6 +63,9 @@ class AtenLog(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.packed and func._schema.is_mutable:
+            written = {t.untyped_storage()._cdata for t in _written(func, args, kwargs)}
+            self.filled += [t for t in self.packed if t.untyped_storage()._cdata in written]
         if _draws(func, args, kwargs):
             self.random = True
         if func is _ATEN._to_copy.default:
@@ -69,6 +79,15 @@ class AtenLog(TorchDispatchMode):
             )
         self.tally.flops += flops_of(func, args, kwargs, out)
         return out
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if not (argument.is_write and isinstance(value, torch.Tensor)):
+            continue
+        if value.layout is torch.strided:
+            yield value
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

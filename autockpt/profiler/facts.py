@@ -76,6 +76,7 @@ class OpFacts:
     backward_flops: int = 0
     random: bool = False
     holds_tensors: bool = False
+    packs_unfilled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

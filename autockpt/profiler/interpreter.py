@@ -210,7 +210,7 @@ class _Runner(fx.Interpreter):
                 except Exception as error:
                     raise ProfileError(
                         f"'{target_name(node)}' ({node.meta['module']}, {node.meta['source']}) "
-                        f"could not be measured apart: {error}"
+                        f"could not be measured apart: {_first_sentence(error)} {_advice(args, kwargs)}"
                     ) from error
                 self.known[key] = known
             self.rehearsals[node] = known
@@ -226,7 +226,7 @@ class _Runner(fx.Interpreter):
         wants = {
             id(tensor)
             for argument, tensor in zip(nodes, tensors, strict=True)
-            if argument.meta["tensors"][0].requires_grad
+            if argument in node.meta["wants"]
         }
         written = set(node.meta.get("writes", ()))
         subject = Subject(
@@ -268,6 +268,20 @@ class _Runner(fx.Interpreter):
             gradient_bytes=tensor.numel() * tensor.element_size() if wanted else 0,
             kind=kind,
         )
+
+
+def _first_sentence(error: Exception) -> str:
+    # torch lists all its backends behind it.
+    return str(error).partition("\n")[0].partition(". ")[0].removesuffix(".") + "."
+
+
+def _advice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What to do about an op that cannot be measured."""
+    sparse = {t.layout for t in tensors_in((args, kwargs)) if t.layout is not torch.strided}
+    if sparse:
+        names = ", ".join(sorted(map(str, sparse)))
+        return f"It is given a sparse tensor ({names}): leave that part out of the model."
+    return "Leave that part out of the module that is optimized."
 
 
 # Where torch keeps its builtins, and the names people import them by.
@@ -329,7 +343,8 @@ def _distinct_key(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             continue
         argument = next(nodes)
         meta: TensorMeta = argument.meta["tensors"][0]
-        layout = (meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad)
+        wanted = argument in node.meta["wants"]
+        layout = (meta.shape, meta.stride, meta.dtype, meta.device, wanted)
         sharing = (
             storages.setdefault(storage_of(leaf), len(storages)),
             objects.setdefault(id(leaf), len(objects)),

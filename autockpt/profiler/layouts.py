@@ -194,7 +194,25 @@ class _Runner(fx.Interpreter):
         self.layouts[node] = layouts
         for index, result in enumerate(results):
             if result.requires_grad and result.layout is torch.strided:
-                result.register_hook(_note(layouts, index, _own(result)))
+                _on_gradient(result, _note(layouts, index, _own(result)))
+
+
+def _on_gradient(tensor: torch.Tensor, note: Callable[[torch.Tensor], None]) -> None:
+    """Call a function with the gradient of a tensor as it is now, whatever is written to it later.
+
+    A hook of the tensor itself would not do: it fails on some views that were written in place.
+    """
+    if tensor.is_leaf:
+        tensor.register_hook(note)
+        return
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+
+    def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        gradient = gradients[edge.output_nr]
+        if gradient is not None:
+            note(gradient)
+
+    edge.node.register_prehook(before)
 
 
 def _own(tensor: torch.Tensor) -> tuple[int, ...]:

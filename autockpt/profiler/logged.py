@@ -31,6 +31,7 @@ def logged_run(subject: Subject) -> Logged:
     """Run forward and backward once, every ATen call logged."""
     leaves, args, kwargs, edges = subject.stand_ins()
     packed: list[torch.Tensor] = []
+    given = {storage_of(leaf) for leaf in leaves}
     at_stop = Tally()
     with AtenLog() as log:
 
@@ -38,6 +39,8 @@ def logged_run(subject: Subject) -> Logged:
             nonlocal at_stop
             packed.append(tensor)
             at_stop = log.tally.copy()
+            if tensor.layout is torch.strided and storage_of(tensor) not in given:
+                log.packed.append(tensor)
             return tensor.detach()
 
         with saved_tensors_hooks(pack, as_it_is):
@@ -82,10 +85,13 @@ def logged_run(subject: Subject) -> Logged:
         packs=bool(packed),
         random=log.random,
         holds_tensors=_context_holds_tensors(results),
+        packs_unfilled=bool(log.filled),
     )
     forward = log.tally.copy()
     differentiable = [i for i, result in enumerate(results) if has_gradient(result)]
     packed.clear()
+    log.packed.clear()
+    log.filled.clear()
     cached.clear()
     log.casts.clear()
     torch.clear_autocast_cache()
