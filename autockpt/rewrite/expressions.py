@@ -57,12 +57,28 @@ class Renderer:
         self.namespace = namespace
         self.names: dict[fx.Node, str] = {}
         self.taken: set[str] = {"self", *namespace}
+        self._variables: dict[str, str] = {}
         self._bound = {id(value): name for name, value in namespace.items()}
 
     def declare(self, node: fx.Node) -> str:
         """Give the variable of ``node`` its name."""
         name = self.names[node] = unique(node.name, self.taken)
         return name
+
+    def variable(self, owner: str) -> str:
+        """Give a module of that path a variable: the same for all of the same last name.
+
+        Examples
+        --------
+        >>> renderer = Renderer(None, {})
+        >>> [renderer.variable(path) for path in ("h.0.norm", "h.1.norm", "h.2", "2")]
+        ['norm', 'norm', 'h_2', 'layer_2']
+        """
+        *above, last = owner.split(".")
+        name = last if last.isidentifier() else "_".join([*(above[-1:] or ["layer"]), last])
+        if name not in self._variables:
+            self._variables[name] = unique(name, self.taken)
+        return self._variables[name]
 
     def call(self, node: fx.Node, wrapped: Mapping[fx.Node, str]) -> str:
         """Render the call of ``node``; ``wrapped`` overrides how an argument is rendered."""
