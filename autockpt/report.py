@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,6 +271,7 @@ def _rows(
     for region, freed_bytes in zip(regions, freed, strict=True):
         ops = problem.ops[region.start : region.stop]
         cost, flops = _until_early_stop(ops)
+        again = [problem.ops[index] for index in region.prologue]
         yield RegionRow(
             module=region.module or _common_module(ops),
             source=file_and_line(ops[0].source),
@@ -278,8 +279,8 @@ def _rows(
             stop=region.stop,
             depth=depth,
             freed_bytes=freed_bytes,
-            recompute_cost=cost,
-            recompute_flops=flops,
+            recompute_cost=cost + sum(op.cost for op in again),
+            recompute_flops=flops + sum(op.flops for op in again),
             random=any(op.random for op in ops),
         )
         yield from _rows(
@@ -318,21 +319,22 @@ def _saved_storages(problem: Problem, start: int, stop: int) -> set[int]:
 
 
 def _input_storages(problem: Problem, region: Region) -> set[int]:
+    ran = [*region.prologue, *range(region.start, region.stop)]
     read = {
         problem.values[value].storage
-        for op in problem.ops[region.start : region.stop]
-        for value in op.inputs
+        for index in ran
+        for value in problem.ops[index].inputs
         if not problem.values[value].parameter
     }
-    return read - _made_storages(problem, range(region.start, region.stop))
+    return read - _made_storages(problem, ran)
 
 
 def _nbytes(problem: Problem, storages: set[int]) -> int:
     return sum(problem.storages[storage].nbytes for storage in storages)
 
 
-def _made_storages(problem: Problem, span: range) -> set[int]:
-    return {index for index, item in enumerate(problem.storages) if item.producer in span}
+def _made_storages(problem: Problem, ops: Collection[int]) -> set[int]:
+    return {index for index, item in enumerate(problem.storages) if item.producer in ops}
 
 
 def _until_early_stop(ops: tuple[Op, ...]) -> tuple[int, int]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autockpt
+from autockpt.report import make_report
 from autockpt.step import measure
+from autockpt.units import Budget
 from solvers.plan import Plan, Region
 from solvers.prologue import repeatable_ops
 from solvers.simulate import simulate
@@ -122,3 +124,12 @@ def test_compiled(backend):
         module(x).square().sum().backward()
     for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_the_report_counts_what_runs_first(real):
+    plan = plan_of(real)
+    found = simulate(real.problem, plan)
+    plain = simulate(real.problem, Plan())
+    report = make_report(real.problem, plan, found, plain, budget=Budget(peak_bytes=1, text="50%"))
+    assert sum(row.recompute_cost for row in report.regions) == found.recompute_cost
+    assert [region.source for region in report.regions] == ["test_prologues.py:34"] * 2
