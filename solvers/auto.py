@@ -164,15 +164,14 @@ class _Search:
         """Yield flat regions some of which make inputs again rather than hold them."""
         replay = self.replay
         search = search_of(replay)
-        offered = with_prologues(search)
-        if not offered:
-            return
         self.say("regions with prologues")
-        for share in _PROLOGUE_SHARES:
-            regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
-            if regions is not None:
-                regions = without_vain_prologues(replay.problem, regions)
-                yield fitted(replay, regions, self.budget_bytes, self._prices())
+        for joined in (True, False):
+            offered = with_prologues(search, joined=joined)
+            for share in _PROLOGUE_SHARES if offered else ():
+                regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
+                if regions is not None:
+                    regions = without_vain_prologues(replay.problem, regions)
+                    yield fitted(replay, regions, self.budget_bytes, self._prices())
 
     def _by_program(self) -> Regions | None:
         try:

@@ -22,8 +22,12 @@ _UNREACHED = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A region with regions inside, offered to the search beside the tabulated runs."""
+    """A region that is offered to the search beside the tabulated runs.
 
+    ``start`` is where it begins, before the region if it takes in ops outside regions.
+    """
+
+    start: int
     region: Region
     keeps: int
     needs: int
@@ -46,7 +50,7 @@ class _Edges:
 
     def with_segments(self, segments: Sequence[Segment]) -> _Edges:
         """Return these edges with those of ``segments`` after them."""
-        rows = np.array([[s.region.start, s.keeps, s.needs, s.cost] for s in segments], np.int64)
+        rows = np.array([[s.start, s.keeps, s.needs, s.cost] for s in segments], np.int64)
         return _Edges(
             sources=np.concatenate([self.sources, rows[:, 0]]).astype(np.intp),
             regions=self.regions,
@@ -141,7 +145,7 @@ class IntervalSearch:
         budgets : sequence of int
             Searched side by side.
         offered : dict of int to list of Segment
-            Nested regions.
+            Nested regions, or regions with prologues.
         start, end : int
         labels : int
             Most labels of a position.
@@ -190,8 +194,9 @@ class IntervalSearch:
             edge, label = (int(x) for x in labels.came_from[position - labels.start, budget, label])
             edges = self._edges_into(position)
             if edge >= len(edges.sources):
-                regions.append(labels.offered[position][edge - len(edges.sources)].region)
-                position = regions[-1].start
+                segment = labels.offered[position][edge - len(edges.sources)]
+                regions.append(segment.region)
+                position = segment.start
                 continue
             start = int(edges.sources[edge])
             if edge < edges.regions:

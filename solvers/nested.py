@@ -88,6 +88,7 @@ def _segment(
     random = sum(frame.random for frame in profile.frame.walk())
     states = 2 * random * replay.problem.random_state_bytes
     return Segment(
+        start=start,
         region=region,
         keeps=int(tables.region_keeps[start, stop - start]),
         needs=needs + states,

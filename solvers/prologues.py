@@ -23,12 +23,16 @@ _BEFORE = 12
 _AFTER = 3
 
 
-def with_prologues(search: IntervalSearch) -> dict[int, list[Segment]]:
+def with_prologues(search: IntervalSearch, *, joined: bool = True) -> dict[int, list[Segment]]:
     """Return regions with prologues by the position at which they end.
 
     Parameters
     ----------
     search : IntervalSearch
+    joined : bool
+        A segment begins with the first op of the prologue, and all from there to the region is
+        outside regions: what these ops save is held for certain. Else a segment is the region
+        alone, and what somebody saves is taken to be held, which the judge has to see.
 
     Notes
     -----
@@ -36,7 +40,7 @@ def with_prologues(search: IntervalSearch) -> dict[int, list[Segment]]:
     and takes at most six ops. Regions start up to twelve ops before it is read first and end
     at one of three ops that save something after it is read last: linear in the number of ops.
     """
-    offers = _Offers(search)
+    offers = _Offers(search, joined)
     found: dict[int, list[Segment]] = {}
     for start, stop in sorted({run for storage in offers.slices for run in offers.runs(storage)}):
         segment = offers.segment(start, stop)
@@ -54,7 +58,7 @@ def without_vain_prologues(problem: Problem, regions: tuple[Region, ...]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """How a storage is made again: ops, and the storages that they read and nobody saves."""
+    """How a storage is made again: ops, and the storages that they read."""
 
     ops: frozenset[int]
     leaves: frozenset[int]
@@ -63,6 +67,7 @@ class _Slice:
 @dataclass(slots=True)
 class _Offers:
     search: IntervalSearch
+    joined: bool
     replay: Replay = field(init=False)
     definers: list[int] = field(init=False)
     allowed: frozenset[int] = field(init=False)
@@ -123,7 +128,7 @@ class _Offers:
                     continue
                 if graph.producer[s] != self.definers[v]:
                     pending.append(self.definers[v])
-                elif self.saver.get(s, graph.size) > producer + 1:
+                else:
                     leaves.add(s)
         return _Slice(frozenset(ops), frozenset(leaves))
 
@@ -148,9 +153,11 @@ class _Offers:
             made = self.slices.get(s)
             if made is None or not graph.producer[s] < start or self.last[s] >= stop:
                 continue
-            if self.saver.get(s, start) < start:
+            if self.saver.get(s, start) < start or min(made.ops) < start - _BEFORE:
                 continue
-            charged = sum(graph.nbytes[leaf] for leaf in made.leaves - read)
+            origin = min(made.ops) if self.joined else -1
+            held = {leaf for leaf in made.leaves if origin <= self.saver.get(leaf, -1) < start}
+            charged = sum(graph.nbytes[leaf] for leaf in made.leaves - read - held)
             if charged < graph.nbytes[s]:
                 again |= made.ops
                 freed += graph.nbytes[s] - charged
@@ -175,9 +182,27 @@ class _Offers:
                 (profile.after, replay.after[mode]),
             ):
                 needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
+        states = 2 * profile.frame.random * replay.problem.random_state_bytes
+        region_keeps = int(tables.region_keeps[run]) - freed
+        if not self.joined:
+            return Segment(
+                start=region.start,
+                region=region,
+                keeps=region_keeps,
+                needs=needs - freed + states,
+                cost=profile.cost,
+            )
+        origin = region.prologue[0]
+        before = origin, region.start - origin
+        passed = int(tables.freed[before])
+        kept = int(tables.plain_keeps[before]) - passed - freed
+        outside = max(
+            int(tables.plain_forward[before]), int(tables.plain_backward[before]) - passed
+        )
         return Segment(
+            start=origin,
             region=region,
-            keeps=int(tables.region_keeps[run]) - freed,
-            needs=needs - freed + 2 * profile.frame.random * replay.problem.random_state_bytes,
+            keeps=kept + freed + region_keeps,
+            needs=max(outside, kept + needs + states),
             cost=profile.cost,
         )

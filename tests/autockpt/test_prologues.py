@@ -132,4 +132,4 @@ def test_the_report_counts_what_runs_first(real):
     plain = simulate(real.problem, Plan())
     report = make_report(real.problem, plan, found, plain, budget=Budget(peak_bytes=1, text="50%"))
     assert sum(row.recompute_cost for row in report.regions) == found.recompute_cost
-    assert [region.source for region in report.regions] == ["test_prologues.py:34"] * 2
+    assert all(row.source.startswith("test_prologues.py:") for row in report.regions)

@@ -53,10 +53,13 @@ def test_auto_finds_them_where_they_pay(problem):
     assert gains
 
 
-def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem):
-    replay = replay_of(problem)
-    offered = [s for segments in with_prologues(search_of(replay)).values() for s in segments]
+@pytest.mark.parametrize("joined", [True, False])
+def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem, joined):
+    search = search_of(replay_of(problem))
+    found = with_prologues(search, joined=joined)
+    offered = [segment for segments in found.values() for segment in segments]
     assert offered
+    assert all((s.start < s.region.start) is joined for s in offered)
     for segment in offered:
         plan = Plan(regions=(segment.region,))
         assert segment.region.prologue
