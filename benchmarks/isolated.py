@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -90,4 +91,9 @@ class _Worker:
 
 def _serve(run: Callable[[str], Any], connection: Connection) -> None:
     while True:
-        connection.send(run(connection.recv()))
+        name = connection.recv()
+        try:
+            found = run(name)
+        except Exception:  # noqa: BLE001, a fault of the trial itself is told like a crash
+            found = traceback.format_exc()
+        connection.send(found)

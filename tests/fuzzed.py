@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-WIDTH, HEADS, VOCABULARY = 16, 4, 32
+WIDTH, HEADS, VOCABULARY = 32, 4, 64
 BUDGETS = ("90%", "75%", "60%", "45%", "30%")
 
 PARTS: dict[str, Callable[[], nn.Module]] = {}
@@ -379,7 +379,7 @@ def draw(seed: int) -> Drawn:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = Fuzzed(rng).train(rng.random() < 0.9)
-        shape = rng.choice((2, 4, 8)), rng.choice((8, 16, 32))
+        shape = rng.choice((4, 8, 16)), rng.choice((16, 32, 64))
         tokens = torch.randint(VOCABULARY, shape)
         bias = torch.randn(*shape, WIDTH).requires_grad_(rng.random() < 0.3)
         for parameter in model.parameters():

@@ -26,6 +26,7 @@ from autockpt.capture.tree import Template
 from autockpt.errors import CaptureError
 
 Forward = Callable[..., Sequence[torch.Tensor]]
+_SEED = 1_346_719_527
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class _Batch:
         self._template, tensors = Template.describe((tuple(args), dict(kwargs)))
         generator = torch.Generator().manual_seed(0)
         self._tensors = [redrawn(t, generator) if redraw else t for t in tensors]
+        self.redrawn = redraw
         self.differs = any(a is not b for a, b in zip(self._tensors, tensors, strict=True))
 
     def fresh(self, parameters: set[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -179,6 +181,9 @@ def _run(
     args, kwargs = batch.fresh(own)
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
+        if batch.redrawn:
+            # A forward that seeds the generator must not find it as it would leave it.
+            torch.manual_seed(_SEED)
         for target in capture.writes:
             trace.before_write(read_path(model, target), known=True)
         for generator in _generators(capture.graph):

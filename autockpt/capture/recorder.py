@@ -98,6 +98,7 @@ def _record(
     loss: Loss | None,
     trace: Trace,
 ) -> tuple[Capture, Recorded] | None:
+    trace.probe()
     stream = Stream(model, args, kwargs)
     ambient = Ambient.current(stream.device_types)
     key = Key.take(model, args, kwargs)

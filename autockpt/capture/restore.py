@@ -23,6 +23,8 @@ _ADVICE = (
     "let it write to an attribute of its module."
 )
 
+_PROBE = 1_346_719_527
+
 
 class Trace:
     """What there was before a forward: states, attributes, contents of containers.
@@ -50,6 +52,7 @@ class Trace:
         self._model = model
         self._call = (tuple(args), dict(kwargs))
         self._settled: frozenset[int | None] | None = None
+        self._probed: RandomState | None = None
         self._before = self._watch = self._look()
 
     def before_write(self, tensor: torch.Tensor, known: bool = False) -> None:
@@ -72,6 +75,16 @@ class Trace:
         """Remember the state of a generator that is about to be drawn from."""
         self._generators.setdefault(generator, generator.get_state())
 
+    def probe(self) -> None:
+        """Put python's and numpy's generators where no forward leaves them.
+
+        One that seeds them would otherwise find them as an earlier forward has left them, and
+        would seem not to touch them.
+        """
+        random.seed(_PROBE)
+        np.random.seed(_PROBE)
+        self._probed = RandomState()
+
     def verify(
         self, drawn_in: str, constant: Callable[[torch.Tensor], bool]
     ) -> tuple[Change, ...] | None:
@@ -93,7 +106,7 @@ class Trace:
             The results that were left in attributes. None if settings or caches were made, which
             another forward may find made (`settle`).
         """
-        if not self._random.python_is_same():
+        if not (self._probed or self._random).python_is_same():
             raise CaptureError(
                 "Cannot capture this forward: it draws from python's or numpy's random "
                 f"generator, in {drawn_in}. Draw with torch instead (torch.rand(()).item() "

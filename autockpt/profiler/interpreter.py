@@ -27,7 +27,7 @@ from autockpt.profiler.facts import External, OpFacts, Profile
 from autockpt.profiler.layouts import Forms, forms_of, gradient_layouts, layouts_of
 from autockpt.profiler.overhead import region_ns
 from autockpt.profiler.rehearse import Rehearsal, rehearse
-from autockpt.profiler.subject import Layout, Subject
+from autockpt.profiler.subject import Layout, Subject, written_base
 from autockpt.profiler.tensors import distinct, storage_bytes, storage_of, tensors_in
 
 
@@ -208,9 +208,10 @@ class _Runner(fx.Interpreter):
                 except ProfileError:
                     raise
                 except Exception as error:
+                    said = f"{_first_sentence(error)} {_advice(args, kwargs)}"
                     raise ProfileError(
                         f"'{target_name(node)}' ({node.meta['module']}, {node.meta['source']}) "
-                        f"could not be measured apart: {_first_sentence(error)} {_advice(args, kwargs)}"
+                        f"could not be measured apart: {said}"
                     ) from error
                 self.known[key] = known
             self.rehearsals[node] = known
@@ -350,5 +351,8 @@ def _distinct_key(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             objects.setdefault(id(leaf), len(objects)),
         )
         cached = argument.op == "get_attr" and meta.requires_grad
-        parts.append((layout, sharing, argument in node.meta.get("writes", ()), cached))
+        written = argument in node.meta["writes"]
+        base = written_base(leaf) if written else None
+        place = () if base is None else (base.shape, leaf.storage_offset())
+        parts.append((layout, sharing, written, place, cached))
     return node.op, node.target, str(spec), tuple(parts), node.meta["ambient"]

@@ -49,19 +49,34 @@ class Subject:
         leaves: dict[int, torch.Tensor] = {}
         edges: list[Any] = []
         for tensor in self.tensors:
-            leaf = tensor.detach()
+            # What a view is a view of gets the gradient of what is written to it, whole.
+            base = written_base(tensor) if id(tensor) in self.written else None
+            leaf = (tensor if base is None else base).detach()
             if id(tensor) in self.differentiable:
                 leaf.requires_grad_()
             if id(tensor) in self.written:
                 leaf = leaf.clone()
-            leaves[id(tensor)] = leaf
             if leaf.requires_grad:
                 edges.append(torch.autograd.graph.get_gradient_edge(leaf))
             else:
                 edges.append(None)
+            if base is not None:
+                leaf = leaf.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            leaves[id(tensor)] = leaf
         swap = lambda leaf: leaves[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         args, kwargs = pytree.tree_map(swap, (self.args, self.kwargs))
         return list(leaves.values()), args, kwargs, edges
+
+
+def written_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view is one of, where it fills its storage and the view is a part of it."""
+    base = tensor._base
+    if base is None or tensor.layout is not torch.strided or not is_dense(base):
+        return None
+    part = tensor.numel() < base.numel()
+    return (
+        base if part and base.numel() * base.itemsize == base.untyped_storage().nbytes() else None
+    )
 
 
 def results_of(
