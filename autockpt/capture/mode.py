@@ -107,28 +107,28 @@ class Recorder(TorchFunctionMode):
 
     def cast(self, module: torch.nn.Module, run: Callable[[], Any]) -> Any:
         """Run a ``module.to(...)`` in the forward, unseen: it is to find all as it should be."""
-        before = [(t, t.data) for t in (*module.parameters(), *module.buffers())]
         self.paused += 1
         try:
+            before = [(t, t.data) for t in (*module.parameters(), *module.buffers())]
             result = run()
+            after = [*module.parameters(), *module.buffers()]
+            same = len(after) == len(before) and all(
+                now is tensor and now.dtype is data.dtype and now.data_ptr() == data.data_ptr()
+                for now, (tensor, data) in zip(after, before, strict=True)
+            )
+            if not (same or self.stream.lenient):
+                for tensor, data in before:
+                    tensor.data = data
         finally:
             self.paused -= 1
-        after = [*module.parameters(), *module.buffers()]
-        same = len(after) == len(before) and all(
-            now is tensor and now.dtype is data.dtype and now.data_ptr() == data.data_ptr()
-            for now, (tensor, data) in zip(after, before, strict=True)
-        )
-        if same:
-            return result
-        if self.stream.lenient:
+        if self.stream.lenient and not same:
             self.stream.forbid("it casts or moves a module")
-            return result
-        for tensor, data in before:
-            tensor.data = data
-        raise self.refuse(
-            f"the model casts or moves a module ({type(module).__name__})",
-            "Do that once, before the model is optimized.",
-        )
+        elif not same:
+            raise self.refuse(
+                f"the model casts or moves a module ({type(module).__name__})",
+                "Do that once, before the model is optimized.",
+            )
+        return result
 
     def _question(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tensor = args[0]

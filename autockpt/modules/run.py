@@ -118,21 +118,25 @@ class Run:
         kwargs: dict[str, Any],
     ) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        # What is given twice is one object in the recomputation too: attention asks for that.
+        distinct = {id(leaf): leaf for leaf in leaves}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        places = [numbers[id(leaf)] for leaf in leaves]
         entered, again = self.enter(path, module, args, kwargs)
         # In forward the call is given its own arguments: it may write to the lists among them.
         given = [(args, kwargs)]
 
-        def region(*leaves: Any) -> Any:
+        def region(*saved: Any) -> Any:
             if given:
                 own_args, own_kwargs = given.pop()
                 return forward(module, *own_args, **own_kwargs)
-            own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
+            own_args, own_kwargs = pytree.tree_unflatten([saved[i] for i in places], spec)
             with calling(again.copy()):
                 return forward(module, *own_args, **own_kwargs)
 
         return torch_checkpoint.checkpoint(
             region,
-            *leaves,
+            *distinct.values(),
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (_First(entered, path), entered.again()),

@@ -1,0 +1,184 @@
+"""Kinds of forwards that torch's databases, awkward architectures and fuzz have brought up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autockpt
+from autockpt import CaptureError
+from benchmarks.trial import SOLVERS, Subject, Trial, attempt
+
+WIDTH = 32
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.middle(self.first(x).tanh())).square().mean()
+
+    def middle(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def _x(rows: int = 64) -> Tensor:
+    return torch.randn(rows, 16, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def _tried(model: nn.Module, *args: Tensor, **how: Any) -> Trial:
+    trial = attempt(type(model).__name__, Subject(model=model, args=args or (_x(),)), **how)
+    assert trial.recomputed > 0, trial
+    return trial
+
+
+class HooksOnce(Base):
+    """Hooks that the first forward installs, as transformers does to collect router logits."""
+
+    hooked = False
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.second.register_forward_pre_hook(_doubled)
+            self.hooked = True
+        return x.sin()
+
+
+def _doubled(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    return args[0] * 2
+
+
+def test_hooks_that_the_first_forward_installs_are_installed() -> None:
+    assert _tried(HooksOnce()).kind == "graph"
+
+
+class Cast(Base):
+    """A cast of a module in forward, which finds it as it should be."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.second = self.second.to(torch.float32)
+        return x.sin()
+
+
+def test_a_cast_that_changes_nothing_is_no_matter() -> None:
+    assert _tried(Cast()).kind == "graph"
+
+
+def test_a_cast_that_changes_something_is_refused_and_undone() -> None:
+    model = Cast()
+    model.second.double()
+    with pytest.raises(CaptureError, match=r"casts or moves a module \(Linear\)"):
+        autockpt.optimize(model, (_x(),), memory_budget="50%", emit="graph")
+    assert model.second.weight.dtype is torch.float64
+
+
+class Seeded(nn.Module):
+    """Numpy's generator, seeded in forward: it is left where it was left before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        np.random.seed(3)
+        return self.second((self.first(x).tanh() * float(np.random.rand())).sin())
+
+
+def test_a_forward_that_seeds_numpy_is_seen_to() -> None:
+    model = nn.Sequential(Seeded(), Seeded())
+    model(_x())
+    assert _tried(model).kind == "modules"
+
+
+def _noisy() -> nn.Module:
+    """rrelu packs its noise before it is drawn: a replay that stops there has none."""
+    feed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(feed, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(0.1, 0.9)))
+
+
+@pytest.mark.parametrize("name", sorted(SOLVERS))
+@pytest.mark.parametrize("emit", ["graph", "modules"])
+def test_what_is_packed_before_it_is_filled_does_not_run_again(name: str, emit: str) -> None:
+    assert _tried(_noisy(), solver=SOLVERS[name], emit=emit).kind == emit
+
+
+class Statistics(Base):
+    """Running statistics that are neither buffers nor parameters."""
+
+    def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.first(x.flatten(0, 1)).tanh()
+        y = F.batch_norm(y, mean, variance, training=True)
+        return self.second(y.sin()).square().mean()
+
+
+def test_statistics_among_the_arguments_move_once() -> None:
+    trial = _tried(Statistics(), _x(), torch.zeros(WIDTH), torch.ones(WIDTH))
+    assert trial.kind == "graph"
+
+
+class Begun(Base):
+    """A tensor that requires grad since something was written to it."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        z = torch.zeros(x.shape)
+        z[:, :8] = x[:, :8]
+        z[:, 8:] = x[:, 8:] * 2
+        return z.transpose(0, 1).contiguous()
+
+
+class Reshaped(Base):
+    """The shape of a result is changed in place."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        y.unsqueeze_(1)
+        return torch.cat([y, y * 2], 1).tanh()
+
+
+class Part(Base):
+    """A part of a tensor is written in place."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, ::2].mul_(0.5)
+        y.transpose(0, 1)[3].sigmoid_()
+        return y.sin()
+
+
+@pytest.mark.parametrize("make", [Begun, Reshaped, Part])
+def test_writes_in_place_are_counted(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    profile = autockpt.profile(model, (_x(),))
+    seen = autockpt.measure(model, (_x(),), gradients=profile.gradients)
+    assert profile.peak_bytes >= seen.peak_bytes - 0.02 * seen.activation_peak_bytes
+    trial = _tried(copy.deepcopy(model), budget="80%")
+    assert trial.kind == "graph"
+
+
+class Self(nn.Module):
+    """Attention that looks whether query, key and value are one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        found: Tensor = self.attention(y, y, y)[0]
+        return found.square().mean()
+
+
+@pytest.mark.parametrize("name", sorted(SOLVERS))
+def test_an_object_that_is_given_thrice_is_one_object_when_a_module_runs_again(name: str) -> None:
+    assert _tried(Self(), solver=SOLVERS[name], emit="modules").kind == "modules"
