@@ -203,9 +203,9 @@ def sweep(chosen: Iterable[str], samples: int, emit: str, workers: int) -> Itera
 
 def counts(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     """Rows of a table: a way of calling, and how many trials went how."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way, of_way in _by_way(trials).items():
-        kinds = Counter(trial.kind for trial in of_way)
+        kinds: Counter[str] = Counter(trial.kind for trial in of_way)
         steps = [t for t in of_way if t.kind not in ("no plain step", "not a function")]
         again = sum(trial.recomputed > 0 for trial in steps)
         rows.append(

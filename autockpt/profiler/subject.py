@@ -44,6 +44,12 @@ class Subject:
     def __post_init__(self) -> None:
         self.tensors = distinct(tensors_in((self.args, self.kwargs)))
 
+    @property
+    def writes_part(self) -> bool:
+        """Whether it writes a part of a tensor in place."""
+        written = (t for t in self.tensors if id(t) in self.written)
+        return any(written_base(tensor) is not None for tensor in written)
+
     def stand_ins(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any], list[Any]]:
         """Leaves on the same storages, the arguments made of them, and their gradient edges."""
         leaves: dict[int, torch.Tensor] = {}

@@ -28,10 +28,19 @@ def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bo
     if not differentiable or not wanted:
         return False
     results, _ = results_of(subject, leaves, out)
-    end = rest(subject, results, differentiable, lambda _: watch.mark(f"{subject.name}.backward"))
+    held: list[torch.Tensor] = []
+
+    def arrived(gradients: tuple[torch.Tensor, ...]) -> None:
+        # The gradient of a part is let go of before that of the whole is made, unless another
+        # op has it too: that it has is assumed.
+        held.extend(gradients if subject.writes_part else ())
+        watch.mark(f"{subject.name}.backward")
+
+    end = rest(subject, results, differentiable, arrived)
     del out, results, leaves, args, kwargs
     got = differentiate(end, wanted)
     watch.mark(f"{subject.name}.backward.end")
+    held.clear()
     del got
     return True
 
