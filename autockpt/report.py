@@ -15,9 +15,11 @@ from autockpt.layers import file_and_line, layer_pattern, name_together
 from autockpt.plotting import plot_timeline
 from autockpt.timeline import Timeline, make_timeline
 from autockpt.units import Budget, format_bytes
+from solvers.keeping import held_for
 from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Op, Problem
+from solvers.replay import replay_of
 
 if TYPE_CHECKING:
     from autockpt.step import Measurement
@@ -270,8 +272,7 @@ def _rows(
     freed = _freed_bytes(problem, regions, start, stop)
     for region, freed_bytes in zip(regions, freed, strict=True):
         ops = problem.ops[region.start : region.stop]
-        cost, flops = _until_early_stop(ops)
-        again = [problem.ops[index] for index in region.prologue]
+        frame = replay_of(problem).frames(region)
         yield RegionRow(
             module=region.module or _common_module(ops),
             source=file_and_line(ops[0].source),
@@ -279,8 +280,8 @@ def _rows(
             stop=region.stop,
             depth=depth,
             freed_bytes=freed_bytes,
-            recompute_cost=cost + sum(op.cost for op in again),
-            recompute_flops=flops + sum(op.flops for op in again),
+            recompute_cost=frame.cost,
+            recompute_flops=frame.flops,
             random=any(op.random for op in ops),
         )
         yield from _rows(
@@ -298,7 +299,8 @@ def _freed_bytes(
         held.update(problem.ops[index].saved)
     saved = _saved_storages(problem, start, stop)
     inputs = [_input_storages(problem, region) for region in regions]
-    lasting = held.union(*inputs)
+    kept = (s for region in regions for i in region.kept for s in held_for(problem, i))
+    lasting = held.union(kept, *inputs)
     kept_anyway = held | saved
     for region, its_inputs in zip(regions, inputs, strict=True):
         freed = _saved_storages(problem, region.start, region.stop)
@@ -335,16 +337,6 @@ def _nbytes(problem: Problem, storages: set[int]) -> int:
 
 def _made_storages(problem: Problem, ops: Collection[int]) -> set[int]:
     return {index for index, item in enumerate(problem.storages) if item.producer in ops}
-
-
-def _until_early_stop(ops: tuple[Op, ...]) -> tuple[int, int]:
-    """Return cost and FLOPs of running ops again until the last saved tensor is back."""
-    last = max((index for index, op in enumerate(ops) if op.packs), default=None)
-    if last is None:
-        return 0, 0
-    cost = sum(op.cost for op in ops[:last]) + ops[last].stop_cost
-    flops = sum(op.flops for op in ops[:last]) + ops[last].stop_flops
-    return cost, flops
 
 
 def _common_module(ops: tuple[Op, ...]) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
-from solvers.interval_search import best_flat, search_of
+from solvers.interval_search import Segment, best_flat, search_of
+from solvers.keeps import with_kept
 from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
@@ -22,7 +23,7 @@ from solvers.replay import Replay, replay_of
 Regions = tuple[Region, ...]
 
 _ASKED_SHARES = (1.005, 1.01, 1.02)
-_PROLOGUE_SHARES = (1.0, 1.005, 1.01)
+_PROLOGUE_SHARES = (1.0, 1.01)
 _PRICES = 800
 _PRICED_OPS = 400_000
 _NESTING_SHARE = 0.7
@@ -82,6 +83,14 @@ def solve(
     return priced(problem, search.best, "auto", budget_bytes, search.started, search.status())
 
 
+def _merged(*offers: dict[int, list[Segment]]) -> dict[int, list[Segment]]:
+    merged: dict[int, list[Segment]] = {}
+    for offered in offers:
+        for stop, segments in offered.items():
+            merged[stop] = [*merged.get(stop, ()), *segments]
+    return merged
+
+
 @dataclass(slots=True)
 class _Search:
     """One budget's search: what was found so far, and whether time was left to find it."""
@@ -112,7 +121,7 @@ class _Search:
         if regions is None or self.replay.price(regions)[0] > self.budget_bytes:
             return
         self.best = self._better(self.best, regions)
-        if not any(region.prologue for region in regions):
+        if not any(region.prologue or region.kept for region in regions):
             self.holding = self._better(self.holding, regions)
 
     def _better(self, best: Regions | None, regions: Regions) -> Regions:
@@ -164,9 +173,9 @@ class _Search:
         """Yield flat regions some of which make inputs again rather than hold them."""
         replay = self.replay
         search = search_of(replay)
-        self.say("regions with prologues")
-        for joined in (True, False):
-            offered = with_prologues(search, joined=joined)
+        self.say("regions with prologues, and with ops that run once")
+        joined, apart = (with_prologues(search, joined=joined) for joined in (True, False))
+        for offered in (joined, apart, _merged(joined, with_kept(search))):
             for share in _PROLOGUE_SHARES if offered else ():
                 regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
                 if regions is not None:

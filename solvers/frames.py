@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from solvers.graph import Graph
+from solvers.keeping import held_for
 from solvers.plan import Region
 from solvers.problem import Problem
 from solvers.prologue import last_reads
@@ -34,7 +35,8 @@ class Frame:
     height : int
         0 without children, else one more than the highest child.
     inputs : tuple of int
-        Tracked storages from before the region that it reads, or its prologue.
+        Tracked storages from before the region that it reads, or its prologue, and those that
+        the ops it keeps have made.
     packs_inputs : bool
         Whether it has any input that is not a parameter: a parent's replay counts that as
         something saved.
@@ -108,7 +110,7 @@ class Frames:
         packing = [i for i in direct if graph.packs[i]]
         height = 1 + max((child.height for child in children), default=-1)
         claims = _claims(graph, packing, children)
-        stop, partial = self._replay_end(packing, children)
+        stop, partial = self._replay_end(packing, children, region.kept)
         levels, held = self._replay(region, children, claims, stop, partial)
         cost, flops, count = self._run_cost(region, stop, partial)
         live = [r for i in packing if (r := graph.release[i]) is not None]
@@ -121,7 +123,7 @@ class Frames:
             region=region,
             height=height,
             children=children,
-            inputs=self._held_inputs(region) if region.prologue else _inputs(graph, region),
+            inputs=self._inputs(region),
             packs_inputs=any(graph.earliest_input[i] < region.start for i in inside),
             trigger=max(triggers, default=None),
             release=min(live, default=None),
@@ -138,7 +140,7 @@ class Frames:
         )
 
     def _replay_end(
-        self, packing: list[int], children: tuple[Frame, ...]
+        self, packing: list[int], children: tuple[Frame, ...], kept: tuple[int, ...]
     ) -> tuple[int, int | None]:
         """Return the op before which a replay ends, and the op it runs a part of, if any."""
         last_op = packing[-1] if packing else -1
@@ -149,7 +151,7 @@ class Frames:
             return 0, None
         made_and_saved = set(self.graph.produced[last_op]) & set(self.graph.saved[last_op])
         runs = self.problem.ops[last_op].stop_cost > 0 or bool(made_and_saved)
-        return last_op, last_op if runs else None
+        return last_op, last_op if runs and last_op not in kept else None
 
     def _replay(
         self,
@@ -174,6 +176,10 @@ class Frames:
             level = self._run_prologue(region, claims, stop, level, levels, held, dying)
         dropped = {i for child in children for i in range(child.region.start, child.region.stop)}
         for i in range(region.start, stop if partial is None else partial + 1):
+            if i in region.kept:
+                levels.append((i, level))
+                level -= dying.pop(i, 0)
+                continue
             level += state_changes.get(i, 0)
             before = level + sum(nbytes[s] for s in graph.copied[i])
             for s in (*graph.copied[i], *graph.produced[i]):
@@ -242,6 +248,11 @@ class Frames:
             level -= dying.pop(i, 0)
         return level
 
+    def _inputs(self, region: Region) -> tuple[int, ...]:
+        found = self._held_inputs(region) if region.prologue else _inputs(self.graph, region)
+        kept = (s for i in region.kept for s in held_for(self.problem, i))
+        return tuple(dict.fromkeys((*found, *kept)))
+
     def _held_inputs(self, region: Region) -> tuple[int, ...]:
         """Return what a region with a prologue holds: all that is read and not made again."""
         graph, problem = self.graph, self.problem
@@ -255,7 +266,8 @@ class Frames:
         return tuple(found)
 
     def _run_cost(self, region: Region, stop: int, partial: int | None) -> tuple[int, int, int]:
-        ran = [self.problem.ops[i] for i in (*region.prologue, *range(region.start, stop))]
+        inside = (i for i in range(region.start, stop) if i not in region.kept)
+        ran = [self.problem.ops[i] for i in (*region.prologue, *inside)]
         cost = self.problem.region_cost + sum(op.cost for op in ran)
         flops = sum(op.flops for op in ran)
         if partial is None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from solvers.errors import PlanError
+from solvers.keeping import check_kept
 from solvers.problem import Problem
 from solvers.prologue import check_prologues
 
@@ -29,6 +30,9 @@ class Region:
         Ops before ``start``, in order, that a replay runs first, without grad. What they make
         is not held for the replay but made again; what they read is held. Only for a region
         with neither parent nor children.
+    kept : tuple of int
+        Ops of the region, in order, that a replay does not run: what they make and save of
+        their own is held. Only for a region with neither parent nor children.
     """
 
     start: int
@@ -36,6 +40,7 @@ class Region:
     children: tuple[Region, ...] = ()
     module: str = ""
     prologue: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     def walk(self) -> Iterator[Region]:
         """Yield this region and all inside it, outermost first."""
@@ -120,6 +125,7 @@ class Plan:
             )
         _check_regions(self.regions, 0, len(problem.ops), problem)
         check_prologues(self.regions, problem)
+        check_kept(self.regions, problem)
         _check_spans(self, problem)
 
 
@@ -131,6 +137,7 @@ def _region(entry: dict[str, Any]) -> Region:
         children=children,
         module=str(entry.get("module", "")),
         prologue=tuple(int(op) for op in entry.get("prologue", ())),
+        kept=tuple(int(op) for op in entry.get("kept", ())),
     )
 
 

@@ -170,27 +170,17 @@ class _Offers:
         return self._priced(region, freed)
 
     def _priced(self, region: Region, freed: int) -> Segment:
-        tables, replay = self.search.tables, self.replay
+        tables = self.search.tables
         run = region.start, region.stop - region.start
-        profile = replay.profile(region)
-        span = slice(region.start, region.stop)
-        needs = int(tables.region_forward[run])
-        for mode in (0, 1):
-            for levels, gradients in (
-                (profile.replay, replay.before[mode]),
-                (profile.instant, replay.instant[mode]),
-                (profile.after, replay.after[mode]),
-            ):
-                needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
-        states = 2 * profile.frame.random * replay.problem.random_state_bytes
+        needs, cost = needs_of(self.search, region), self.replay.profile(region).cost
         region_keeps = int(tables.region_keeps[run]) - freed
         if not self.joined:
             return Segment(
                 start=region.start,
                 region=region,
                 keeps=region_keeps,
-                needs=needs - freed + states,
-                cost=profile.cost,
+                needs=needs - freed,
+                cost=cost,
             )
         origin = region.prologue[0]
         before = origin, region.start - origin
@@ -203,6 +193,23 @@ class _Offers:
             start=origin,
             region=region,
             keeps=kept + freed + region_keeps,
-            needs=max(outside, kept + needs + states),
-            cost=profile.cost,
+            needs=max(outside, kept + needs),
+            cost=cost,
         )
+
+
+def needs_of(search: IntervalSearch, region: Region) -> int:
+    """Return the peak that a region brings about, above what was kept before it."""
+    tables, replay = search.tables, search.replay
+    profile = replay.profile(region)
+    span = slice(region.start, region.stop)
+    needs = int(tables.region_forward[region.start, region.stop - region.start])
+    for mode in (0, 1):
+        for levels, gradients in (
+            (profile.replay, replay.before[mode]),
+            (profile.instant, replay.instant[mode]),
+            (profile.after, replay.after[mode]),
+        ):
+            needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
+    random = sum(frame.random for frame in profile.frame.walk())
+    return needs + 2 * random * replay.problem.random_state_bytes

@@ -153,12 +153,13 @@ class Replay:
         profiles = [self.profile(region) for region in regions]
         released = np.full(len(self.nbytes), size, np.intp)
         released[self.outputs] = -1
-        outside = np.ones(size, bool)
+        outside, whole = np.ones(size, bool), np.zeros(size, bool)
         states = np.zeros(size + 2, np.int64)
         forward = np.zeros(size + 2, np.int64)
         for p in profiles:
             region, release = p.frame.region, p.frame.release
             outside[region.start : region.stop] = False
+            whole[list(region.kept)] = True
             if release is not None:
                 released[p.inputs] = np.minimum(released[p.inputs], release)
             if self.problem.random_state_bytes and p.frame.random:
@@ -188,7 +189,7 @@ class Replay:
             kept_bytes=int(kept[size]),
             forward=self.plain_forward
             + np.cumsum(forward)[:size]
-            + np.where(outside, self.workspace, self.dropped),
+            + np.where(outside | whole, self.workspace, self.dropped),
             replay=replay + kept[1 : size + 1],
             instant=instant + kept[1 : size + 1],
             after=after + kept[:size],

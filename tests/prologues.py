@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from solvers.errors import PlanError
+from solvers.keeping import keepable_ops
 from solvers.plan import Plan, Region
 from solvers.problem import Problem
 from solvers.prologue import reads_inside_others, repeatable_ops
@@ -47,3 +48,15 @@ def _with_prologue(
         # A view of what it makes again is read that it does not take again.
         return region
     return chosen
+
+
+def with_random_kept(problem: Problem, plan: Plan, rng: random.Random) -> Plan:
+    """Let the regions without children keep some of their ops."""
+    allowed = keepable_ops(problem)
+
+    def keeping(region: Region) -> Region:
+        inside = [i for i in range(region.start, region.stop) if i in allowed]
+        return replace(region, kept=tuple(i for i in inside if rng.random() < 0.3))
+
+    regions = (region if region.children else keeping(region) for region in plan.regions)
+    return replace(plan, regions=tuple(regions))

@@ -21,7 +21,7 @@ from solvers.plan import Plan, Region
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from tests.helpers import assert_same_bits, buffers_restored, run_case
-from tests.prologues import with_random_prologues
+from tests.prologues import with_random_kept, with_random_prologues
 from tests.zoo import ZOO, Case
 
 # Of the activation peak. Measured: at most 0.0007 over this grid.
@@ -89,6 +89,7 @@ def test_predicted_peaks_are_the_measured_ones_and_bits_are_equal(name: str) -> 
         random_plan(problem, 30, seed=1),
         random_plan(problem, 60, seed=2, nested=True),
         with_random_prologues(problem, random_plan(problem, 30, seed=3), random.Random(3)),
+        with_random_kept(problem, random_plan(problem, 30, seed=4), random.Random(4)),
     )
     for plan in plans:
         program = rewrite(capture, plan, root=case.model, random=draws)

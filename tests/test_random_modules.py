@@ -26,7 +26,7 @@ from solvers.holding import alive_at_peak
 from solvers.plan import Plan
 from solvers.simulate import simulate
 from tests.helpers import assert_same_bits, buffers_restored, run_case
-from tests.prologues import with_random_prologues
+from tests.prologues import with_random_kept, with_random_prologues
 from tests.test_judge import Emitted, _renamed, random_plan
 from tests.zoo import Case
 
@@ -157,6 +157,7 @@ def test_predicted_is_measured_to_the_byte(
         random_plan(problem, 6, seed),
         random_plan(problem, 20, seed + 1, nested=True),
         with_random_prologues(problem, random_plan(problem, 6, seed + 2), random.Random(seed)),
+        with_random_kept(problem, random_plan(problem, 9, seed + 3), random.Random(seed)),
     ):
         emitted = Emitted(model, capture, rewrite(capture, plan, root=model, random=draws))
         with buffers_restored(model):

@@ -68,8 +68,7 @@ class Emitter:
 
     def _function(self, name: str, scope: Scope) -> str:
         arguments = ["self", *(self._renderer.names[node] for node in scope.reads)]
-        if scope.prologue is not None:
-            arguments.insert(1, "again")
+        arguments[1:1] = _own_arguments(scope)
         self._begin(f"def {name}({', '.join(arguments)}):", in_region=True)
         if scope.prologue is not None:
             made = ", ".join(self._renderer.names[node] for node in scope.prologue.returns)
@@ -155,6 +154,10 @@ class Emitter:
         node = self._ops[index]
         source = str(node.meta.get("source", ""))
         text = self._renderer.call(node, self._overrides(node, self._owners(node, depth)))
+        if index in scope.kept:
+            tensors = (n for n in node.all_input_nodes if not is_live_read(n))
+            given = [self._renderer.names[tensor] for tensor in tensors]
+            text = f"keep({', '.join([str(index), f'lambda: {text}', *given])})"
         parts = self._parts(scope, position)
         if len(parts) == 1:
             name = self._renderer.names[parts[0]]
@@ -230,7 +233,8 @@ class Emitter:
         name = self._regions[scope.start, scope.stop]
         paths = self._paths(scope.reads)
         reads = (self._renderer.value(node, paths) for node in scope.reads)
-        arguments = [name, "self", *(["again"] if scope.prologue else []), *reads]
+        own = ["keeper()" if name == "keep" else name for name in _own_arguments(scope)]
+        arguments = [name, "self", *own, *reads]
         inside = range(scope.start, scope.stop)
         arguments.append("use_reentrant=False")
         arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
@@ -239,6 +243,12 @@ class Emitter:
         if not scope.returns:
             return call
         return f"{', '.join(self._renderer.names[node] for node in scope.returns)} = {call}"
+
+
+def _own_arguments(scope: Scope) -> list[str]:
+    """Name the arguments of a region that are no tensors."""
+    own = ["again"] if scope.prologue is not None else []
+    return [*own, "keep"] if scope.kept else own
 
 
 def _takes_from(node: fx.Node, source: fx.Node) -> bool:

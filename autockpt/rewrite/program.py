@@ -21,6 +21,7 @@ from autockpt.capture.guards import expect
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
+from autockpt.rewrite.keeping import keeper
 from autockpt.rewrite.names import common_prefix, region_name, unique
 from autockpt.rewrite.remade import remade
 from autockpt.rewrite.scopes import Scope, is_live_read, scopes
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
 from autockpt.rewrite.guarded import guarded
+from autockpt.rewrite.keeping import keeper
 from autockpt.rewrite.remade import remade
 from autockpt.rewrite.statistics import statistic
 
@@ -112,6 +114,7 @@ def rewrite(
         "expect": expect,
         "F": torch.nn.functional,
         "guarded": guarded,
+        "keeper": keeper,
         "operator": operator,
         "remade": remade,
         "statistic": statistic,
@@ -119,7 +122,7 @@ def rewrite(
         "__name__": "autockpt.emitted",
     }
     renderer = Renderer(root, namespace)
-    renderer.taken.add("again")
+    renderer.taken.update(("again", "keep"))
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     names = _declare(renderer, capture.graph, ops, forward)
     prologues = {

@@ -57,13 +57,17 @@ class _Remade:
                 made = self._prologue(*arguments)
         finally:
             torch.set_autocast_cache_enabled(cached)
-        values = made if isinstance(made, tuple) else (made,)
-        if not any(self._require_grad):
-            return values
-        root = torch.empty(0, requires_grad=True)
-        found: tuple[torch.Tensor, ...]
-        found = _Rooted.apply(root, self._require_grad, *values)  # type: ignore[no-untyped-call]
-        return found
+        return rooted(made if isinstance(made, tuple) else (made,), self._require_grad)
+
+
+def rooted(values: tuple[torch.Tensor, ...], require_grad: list[bool]) -> tuple[torch.Tensor, ...]:
+    """Let values require grad as results do, in the graph of a recomputation."""
+    if not any(require_grad):
+        return values
+    root = torch.empty(0, requires_grad=True)
+    found: tuple[torch.Tensor, ...]
+    found = _Rooted.apply(root, require_grad, *values)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Rooted(torch.autograd.Function):

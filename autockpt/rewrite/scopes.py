@@ -29,6 +29,8 @@ class Scope:
     prologue : Scope or None
         The ops that run before it on recomputation; ``returns`` are the values that it reads
         from them, which it is handed in forward but does not hold.
+    kept : tuple of int
+        Its ops that run once.
     """
 
     start: int
@@ -37,6 +39,7 @@ class Scope:
     reads: tuple[fx.Node, ...]
     returns: tuple[fx.Node, ...]
     prologue: Scope | None = None
+    kept: tuple[int, ...] = ()
 
     @property
     def handed(self) -> tuple[fx.Node, ...]:
@@ -100,7 +103,7 @@ class _Builder:
         for region in regions:
             items.extend(range(position, region.start))
             inner = self.scope(region.start, region.stop, region.children)
-            items.append(self._with_prologue(inner, region.prologue))
+            items.append(self._with_prologue(replace(inner, kept=region.kept), region.prologue))
             position = region.stop
         items.extend(range(position, stop))
         returns = tuple(op for op in self._ops[start:stop] if self._last_use.get(op, -1) >= stop)

@@ -54,6 +54,7 @@ class Frame:
         self.region = region
         self.arguments = None
         self.state = None
+        self.kept = {}
         self.holders = []
         self.recomputed = weakref.WeakKeyDictionary()
         self.counter = 0
@@ -160,21 +161,20 @@ class Runtime:
         before = {env[v].storage_id: env[v].buffer for v in op.inputs if v in env}
         packs = grad and (op.packs or op.saved)
         node = Node(i, None, None, parents)
+        kept = hook is not None and i in hook.frame.region.kept
+        if kept and self.replaying:
+            self.take_kept(i, env, node, before, hook)
+            return
         if packs and saves_inputs_only and op.stop_cost == 0:
             self.pack(node, op, before, hook)
         if self.replaying:
             self.recomputed_ops += 1
-        stops = packs and op.stop_peak_bytes and hook is not None and hook.is_last()
         self.meter.muted = True
         for s in made:
             made[s] = Buffer(self.meter, problem.storages[s].nbytes)
         self.meter.muted = False
-        if stops:
-            self.meter.note(op.stop_peak_bytes - sum(b.nbytes for b in made.values()))
-        else:
-            dropped = isinstance(hook, ForwardHook) or not grad
-            dropped = dropped and op.dropped_workspace_bytes is not None
-            self.meter.note(op.dropped_workspace_bytes if dropped else op.forward_workspace_bytes)
+        dropped = isinstance(hook, ForwardHook) or not grad
+        self.note_peak(op, made, packs, hook, dropped=dropped and not kept)
         if packs and not (saves_inputs_only and op.stop_cost == 0):
             if self.replaying:
                 self.recompute_cost += op.stop_cost
@@ -183,10 +183,33 @@ class Runtime:
                 self.recompute_cost -= op.stop_cost
         if self.replaying:
             self.recompute_cost += op.cost
+        if kept:
+            self.note_kept(i, made, hook)
         for v in op.outputs:
             s = problem.values[v].storage
             buffer = made[s] if s in made else before.get(s)
             env[v] = Tensor(buffer, node)
+            env[v].storage_id = s
+
+    def note_peak(self, op, made, packs, hook, *, dropped):
+        if packs and op.stop_peak_bytes and hook is not None and hook.is_last():
+            self.meter.note(op.stop_peak_bytes - sum(b.nbytes for b in made.values()))
+            return
+        dropped = dropped and op.dropped_workspace_bytes is not None
+        self.meter.note(op.dropped_workspace_bytes if dropped else op.forward_workspace_bytes)
+
+    def note_kept(self, i, made, hook):
+        op = self.problem.ops[i]
+        shown = {*op.saved, *(self.problem.values[v].storage for v in op.outputs)}
+        hook.frame.kept[i] = {s: buffer for s, buffer in made.items() if s in shown}
+
+    def take_kept(self, i, env, node, before, hook):
+        op, buffers = self.problem.ops[i], {**before, **hook.frame.kept[i]}
+        if op.packs or op.saved:
+            self.pack(node, op, buffers, hook)
+        for v in op.outputs:
+            s = self.problem.values[v].storage
+            env[v] = Tensor(buffers.get(s), node)
             env[v].storage_id = s
 
     def pack(self, node, op, buffers, hook):

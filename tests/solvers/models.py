@@ -211,8 +211,8 @@ def _pointwise(b, name, inputs, *, cost, saves=""):
     index = len(b.ops)
     storage = b.storage(4000, index)
     out = b.value(storage, 4000)
-    saved = [b.values[v].storage for v in inputs] if saves == "i" else []
-    saved += [storage] if saves == "o" else []
+    saved = [b.values[v].storage for v in inputs] if "i" in saves else []
+    saved += [storage] if "o" in saves else []
     b.op(
         name,
         inputs=inputs,
@@ -222,6 +222,22 @@ def _pointwise(b, name, inputs, *, cost, saves=""):
         gradient_bytes=(4000,) * len(inputs),
         gradients=tuple(Gradient(value=v, source=k) for k, v in enumerate(inputs)),
         cost=cost,
-        stop_cost=cost if saves == "o" else 0,
+        stop_cost=cost if "o" in saves else 0,
     )
     return out
+
+
+def attention_blocks(blocks):
+    """Blocks of ``W f(2 V x)``: f is dear, and saves its argument and its result."""
+    b = Builder()
+    x = b.value(b.storage(1000), 0)
+    for _ in range(blocks):
+        x = _linear(b, x, 4000)
+        x = _pointwise(b, "times", (x,), cost=1)
+        x = _pointwise(b, "attention", (x,), cost=100, saves="io")
+        x = _pointwise(b, "tanh", (x,), cost=1, saves="o")
+        x = _linear(b, x, 1000)
+    loss = b.value(b.storage(4, len(b.ops)), 4)
+    source = Gradient(value=x, source=0)
+    b.op("loss", inputs=(x,), outputs=(loss,), gradient_bytes=(1000,), gradients=(source,), cost=1)
+    return b.problem(loss)

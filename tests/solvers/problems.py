@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from solvers.plan import Plan, Region
 from solvers.problem import Gradient, Op, Problem, Storage, Value
-from tests.prologues import with_random_prologues
+from tests.prologues import with_random_kept, with_random_prologues
 
 
 class Builder:
@@ -157,7 +157,8 @@ def _random_op(draw, b, kind, inputs, weights):
 def plans(draw, problem, depth=0, low=0, high=None):
     """Well-formed plans, nested up to three deep, some regions with prologues."""
     plan = Plan(regions=draw(_regions(problem, depth, 0, len(problem.ops), None)))
-    return with_random_prologues(problem, plan, draw(st.randoms(use_true_random=False)))
+    rng = draw(st.randoms(use_true_random=False))
+    return with_random_kept(problem, with_random_prologues(problem, plan, rng), rng)
 
 
 @st.composite

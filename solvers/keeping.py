@@ -1,0 +1,72 @@
+"""Ops in a region that its replay does not run: what they made is held.
+
+An op that saves its own result (attention that never writes its scores, an exponential) has to
+run again for that result wherever its inputs are made again. Kept, it need not: the replay makes
+its inputs, and takes the rest from what forward left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from solvers.errors import PlanError
+from solvers.problem import Problem
+
+if TYPE_CHECKING:
+    from solvers.plan import Region
+
+
+def keepable_ops(problem: Problem) -> frozenset[int]:
+    """Return the ops that a region may keep.
+
+    Not those that stay outside regions or draw, nor those in a stretch that writes in place,
+    that unpack several results, save statistics that they write, or make what autocast keeps;
+    nor those that take a view, which would hold what they look at.
+    """
+    casts = {problem.storages[s].producer for s in problem.forward_held}
+    return frozenset(
+        index
+        for index, op in enumerate(problem.ops)
+        if op.outputs
+        and not (op.pinned or op.random or op.copied)
+        and problem.boundaries[index]
+        and problem.boundaries[index + 1]
+        and index not in casts
+        and len(op.outputs) == 1
+        and problem.storages[problem.values[op.outputs[0]].storage].producer == index
+    )
+
+
+def held_for(problem: Problem, index: int) -> tuple[int, ...]:
+    """Return the storages that are held for an op that is kept: its results, and what it hides."""
+    op = problem.ops[index]
+    shown = [problem.values[v].storage for v in op.outputs]
+    own = (s for s in (*shown, *op.saved) if problem.storages[s].producer == index)
+    return tuple(dict.fromkeys(own))
+
+
+def check_kept(regions: Sequence[Region], problem: Problem) -> None:
+    """Raise PlanError unless what the regions of a plan keep is well-formed."""
+    if not any(inner.kept for region in regions for inner in region.walk()):
+        return
+    allowed = keepable_ops(problem)
+    for region in regions:
+        for inner in region.walk():
+            where = f"What region [{inner.start}, {inner.stop}) keeps, {inner.kept},"
+            if inner.kept and (inner.children or inner is not region):
+                raise PlanError(
+                    f"{where} is in a region with parent or children: only one with neither may "
+                    f"keep ops."
+                )
+            if list(inner.kept) != sorted(set(inner.kept)) or not set(inner.kept) <= set(
+                range(inner.start, inner.stop)
+            ):
+                raise PlanError(f"{where} is not a list of its ops in program order.")
+            wrong = [index for index in inner.kept if index not in allowed]
+            if wrong:
+                op = problem.ops[wrong[0]]
+                raise PlanError(
+                    f"{where} holds op {wrong[0]} ({op.target} at {op.source}), which cannot be "
+                    f"kept apart from its neighbours."
+                )

@@ -1,0 +1,79 @@
+"""Plans whose regions keep ops: what is well-formed, and that auto finds them where they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from solvers import PlanError, simulate, solve
+from solvers.interval_search import search_of
+from solvers.keeping import held_for
+from solvers.keeps import with_kept
+from solvers.plan import Plan, Region
+from solvers.replay import replay_of
+from tests.solvers.checker import check
+from tests.solvers.models import attention_blocks
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """Cheap queries, a dear op that saves them and its own result."""
+    return attention_blocks(6)
+
+
+def keeping(**changes):
+    return Plan(regions=(replace(Region(start=1, stop=4, kept=(2,)), **changes),))
+
+
+def test_what_is_kept_is_held_and_not_run_again(problem):
+    found = simulate(problem, keeping())
+    again = simulate(problem, Plan.flat([(1, 4)]))
+    nbytes = sum(problem.storages[s].nbytes for s in held_for(problem, 2))
+    assert found.kept_bytes == again.kept_bytes + nbytes
+    assert found.recompute_cost < again.recompute_cost
+    peaks = (found.resident_peak_bytes, found.fresh_peak_bytes)
+    assert (*peaks, found.recompute_cost, found.recomputed_ops) == check(problem, keeping())
+
+
+def test_auto_finds_them_where_they_pay(problem):
+    room = simulate(problem, Plan()).peak_bytes - problem.fixed_bytes
+    gains = 0
+    for share in (0.8, 0.7, 0.6, 0.5):
+        budget = problem.fixed_bytes + int(share * room)
+        plan, flat = solve(problem, budget, "auto"), solve(problem, budget, "interval_dp")
+        assert simulate(problem, plan).peak_bytes <= budget
+        assert plan.recompute_cost <= flat.recompute_cost
+        gains += plan.recompute_cost < flat.recompute_cost and any(r.kept for r in plan.regions)
+    assert gains
+
+
+def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem):
+    found = with_kept(search_of(replay_of(problem)))
+    offered = [segment for segments in found.values() for segment in segments]
+    assert offered
+    for segment in offered:
+        assert segment.region.kept
+        plan = Plan(regions=(segment.region,))
+        assert simulate(problem, plan).recompute_cost == segment.cost
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kept": (0,)}, "not a list of its ops"),
+        ({"kept": (3, 2)}, "not a list of its ops"),
+        ({"children": (Region(start=1, stop=2),)}, "neither may keep|parent or children"),
+    ],
+)
+def test_malformed_plans_are_refused(problem, changes, message):
+    with pytest.raises(PlanError, match=message):
+        simulate(problem, keeping(**changes))
+
+
+def test_ops_that_cannot_be_kept_are_refused(problem):
+    ops = list(problem.ops)
+    ops[2] = replace(ops[2], random=True)
+    with pytest.raises(PlanError, match="kept apart"):
+        simulate(replace(problem, ops=tuple(ops)), keeping())
