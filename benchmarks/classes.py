@@ -1,4 +1,4 @@
-"""What each class of plans is worth: flat regions, with prologues, nested.
+"""What each class of plans is worth: flat regions, with prologues, with kept ops, nested.
 
     python -m benchmarks.classes [MODEL ...]
 
@@ -16,6 +16,7 @@ from autockpt.pipeline import lower_step
 from benchmarks.common import show
 from solvers import Plan, bound, simulate
 from solvers.interval_search import best_flat, search_of
+from solvers.keeps import with_kept
 from solvers.local import fitted, improve, tidied
 from solvers.nested import best_nested
 from solvers.plan import Region
@@ -63,10 +64,13 @@ def cells(problem: Problem, budget_bytes: int) -> dict[str, float | None]:
     flat = [best_flat(replay, budget_bytes), *(search.run(more) for more in asked)]
     offered = with_prologues(search)
     again = [search.run(more, offered) for more in asked]
+    kept_offers = with_kept(search)
+    kept = [search.run(more, kept_offers) for more in asked]
     nested = [chain_of(replay).regions(budget_bytes), best_nested(replay, budget_bytes)]
     return {
         "flat": _best(replay, flat, budget_bytes),
         "prologues": _best(replay, again, budget_bytes),
+        "kept ops": _best(replay, kept, budget_bytes),
         "nested": _best(replay, nested, budget_bytes),
         "bound": bound(problem, budget_bytes) / problem.forward_cost,
     }

@@ -185,10 +185,12 @@ class Runtime:
             self.recompute_cost += op.cost
         if kept:
             self.note_kept(i, made, hook)
+        self.bind(op, env, node, {**before, **made})
+
+    def bind(self, op, env, node, buffers):
         for v in op.outputs:
-            s = problem.values[v].storage
-            buffer = made[s] if s in made else before.get(s)
-            env[v] = Tensor(buffer, node)
+            s = self.problem.values[v].storage
+            env[v] = Tensor(buffers.get(s), node)
             env[v].storage_id = s
 
     def note_peak(self, op, made, packs, hook, *, dropped):
@@ -207,10 +209,7 @@ class Runtime:
         op, buffers = self.problem.ops[i], {**before, **hook.frame.kept[i]}
         if op.packs or op.saved:
             self.pack(node, op, buffers, hook)
-        for v in op.outputs:
-            s = self.problem.values[v].storage
-            env[v] = Tensor(buffers.get(s), node)
-            env[v].storage_id = s
+        self.bind(op, env, node, buffers)
 
     def pack(self, node, op, buffers, hook):
         payload = [buffers[s] for s in op.saved if self.problem.storages[s].producer is not None]
