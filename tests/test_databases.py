@@ -19,8 +19,8 @@ SAMPLE = (
     *("in place: add", "in place: index_fill", "in place: masked_fill", "in place: clamp"),
     *("in place: sigmoid", "in place: unsqueeze", "in place: t", "in place: squeeze"),
     *("module: nn.BatchNorm2d", "module: nn.CTCLoss", "module: nn.GRU", "module: nn.LSTM"),
-    *("module: nn.EmbeddingBag", "module: nn.InstanceNorm1d", "module: nn.MultiheadAttention"),
-    *("module: nn.TransformerDecoderLayer", "module: nn.AdaptiveMaxPool2d", "module: nn.RReLU"),
+    *("module: nn.Embedding", "module: nn.InstanceNorm1d", "module: nn.MultiheadAttention"),
+    *("module: nn.TransformerDecoderLayer", "module: nn.AdaptiveMaxPool2d", "module: nn.PReLU"),
     *("module in eval: nn.BatchNorm1d", "module in eval: nn.Transformer"),
 )
 
