@@ -22,8 +22,10 @@ def keepable_ops(problem: Problem) -> frozenset[int]:
 
     Not those that stay outside regions or draw, nor those in a stretch that writes in place,
     that unpack several results, save statistics that they write, or make what autocast keeps;
-    nor those that take a view, which would hold what they look at.
+    nor those that take a view, which would hold what they look at, nor those whose result the
+    caller gets, and may write to before backward.
     """
+    given = {problem.values[v].storage for v in problem.outputs}
     casts = {problem.storages[s].producer for s in problem.forward_held}
     return frozenset(
         index
@@ -35,6 +37,7 @@ def keepable_ops(problem: Problem) -> frozenset[int]:
         and index not in casts
         and len(op.outputs) == 1
         and problem.storages[problem.values[op.outputs[0]].storage].producer == index
+        and problem.values[op.outputs[0]].storage not in given
     )
 
 

@@ -66,7 +66,9 @@ class Subject:
                 edges.append(torch.autograd.graph.get_gradient_edge(leaf))
             else:
                 edges.append(None)
-            if base is not None:
+            if base is not None and tensor.is_contiguous() and tensor.numel() == base.numel():
+                leaf = leaf.view(tensor.shape)
+            elif base is not None:
                 leaf = leaf.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             leaves[id(tensor)] = leaf
         swap = lambda leaf: leaves[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
@@ -75,14 +77,15 @@ class Subject:
 
 
 def written_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a view is one of, where it fills its storage and the view is a part of it."""
+    """The tensor that a view is one of, where that fills its storage.
+
+    Autograd then copies the whole gradient of the base, and the result of a linear on three
+    dimensions is such a view.
+    """
     base = tensor._base
     if base is None or tensor.layout is not torch.strided or not is_dense(base):
         return None
-    part = tensor.numel() < base.numel()
-    return (
-        base if part and base.numel() * base.itemsize == base.untyped_storage().nbytes() else None
-    )
+    return base if base.numel() * base.itemsize == base.untyped_storage().nbytes() else None
 
 
 def results_of(

@@ -73,7 +73,7 @@ class Emitter:
         if scope.prologue is not None:
             made = ", ".join(self._renderer.names[node] for node in scope.prologue.returns)
             read = ["self", *(self._renderer.names[node] for node in scope.prologue.reads)]
-            self._write(1, f"{made} = again({', '.join(read)})")
+            self._write(1, f"{made} = taken({', '.join(['again', *read])})")
         self._body(scope)
         returned = [self._renderer.names[node] for node in scope.returns]
         if returned:
@@ -157,7 +157,7 @@ class Emitter:
         if index in scope.kept:
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))
             given = [self._renderer.names[tensor] for tensor in tensors]
-            text = f"keep({', '.join([str(index), f'lambda: {text}', *given])})"
+            text = f"kept({', '.join(['keep', str(index), f'lambda: {text}', *given])})"
         parts = self._parts(scope, position)
         if len(parts) == 1:
             name = self._renderer.names[parts[0]]

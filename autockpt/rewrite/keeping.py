@@ -13,23 +13,28 @@ from typing import Any
 
 import torch
 
+from autockpt.capture.calls import version
+from autockpt.errors import RecomputationError
 from autockpt.rewrite.remade import rooted
 
-__all__ = ["keeper"]
+__all__ = ["keeper", "kept"]
 
 _HOOKS: Any = torch._C._autograd
 _Run = Callable[[], Any]
 _View = tuple[int, torch.Size, tuple[int, ...], int]
 
 
-def keeper() -> Callable[..., torch.Tensor]:
-    """Give what runs the kept ops of one call of a region: ``keep(number, run, *arguments)``.
+def keeper() -> Any:
+    """Give what holds the kept ops of one call of a region.
 
     A compiler decides itself what it holds: there the ops are run.
     """
-    if torch.compiler.is_compiling():
-        return lambda number, run, *arguments: run()
-    return _Keeper()
+    return None if torch.compiler.is_compiling() else _Keeper()
+
+
+def kept(keep: Any, number: int, run: _Run, *arguments: torch.Tensor) -> Any:
+    """Run an op that is kept, or give the result of its forward and pack what it packed."""
+    return run() if keep is None else keep(number, run, *arguments)
 
 
 class _Keeper:
@@ -39,24 +44,26 @@ class _Keeper:
         self._kept: dict[int, _Kept] = {}
 
     def __call__(self, number: int, run: _Run, *arguments: torch.Tensor) -> torch.Tensor:
-        kept = self._kept.get(number)
-        if kept is None:
-            kept = self._kept[number] = _Kept(arguments)
-            return kept.run(run)
-        return kept.again(arguments)
+        found = self._kept.get(number)
+        if found is None:
+            found = self._kept[number] = _Kept(arguments)
+            return found.run(run)
+        return found.again(arguments)
 
 
 class _Kept:
     """One op: what it packed in forward, and its result."""
 
-    __slots__ = ("_arguments", "_packed", "_requires_grad", "_result")
+    __slots__ = ("_arguments", "_packed", "_requires_grad", "_result", "_versions")
 
     _result: torch.Tensor
     _requires_grad: bool
 
     def __init__(self, arguments: tuple[torch.Tensor, ...]) -> None:
-        self._arguments = {_storage(argument): i for i, argument in enumerate(arguments)}
+        kinds = ((_kind(argument), i) for i, argument in enumerate(arguments))
+        self._arguments = {kind: i for kind, i in kinds if kind is not None}
         self._packed: list[torch.Tensor | _View] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def run(self, run: _Run) -> torch.Tensor:
         hooks = _HOOKS._top_saved_tensors_default_hooks(True)
@@ -75,17 +82,29 @@ class _Kept:
             finally:
                 _HOOKS._pop_saved_tensors_default_hooks()
         self._result, self._requires_grad = result.detach(), result.requires_grad
+        self._versions.append((self._result, version(self._result)))
         return result
 
+    def _hold(self, tensor: torch.Tensor) -> None:
+        held = tensor.detach()
+        self._packed.append(held)
+        self._versions.append((held, version(held)))
+
     def _note(self, tensor: torch.Tensor) -> None:
-        number = self._arguments.get(_storage(tensor))
+        kind = _kind(tensor)
+        number = None if kind is None else self._arguments.get(kind)
         if number is None:
-            self._packed.append(tensor.detach())
+            self._hold(tensor)
         else:
             offset = int(tensor.storage_offset())
             self._packed.append((number, tensor.shape, tensor.stride(), offset))
 
     def again(self, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if any(version(held) != then for held, then in self._versions):
+            raise RecomputationError(
+                "What a region keeps to run again has been modified by an inplace operation since "
+                "its forward. Write to a clone, or call backward first."
+            )
         hooks = _HOOKS._top_saved_tensors_default_hooks(True)
         with torch.no_grad():
             for entry in self._packed:
@@ -100,5 +119,9 @@ class _Kept:
         return result
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _kind(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Tell tensors that are views of each other by size, stride and offset alone."""
+    if tensor.layout is not torch.strided:
+        return None
+    storage = int(tensor.untyped_storage()._cdata)
+    return storage, tensor.dtype, tensor.is_conj(), tensor.is_neg()

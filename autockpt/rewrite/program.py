@@ -21,9 +21,9 @@ from autockpt.capture.guards import expect
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
-from autockpt.rewrite.keeping import keeper
+from autockpt.rewrite.keeping import keeper, kept
 from autockpt.rewrite.names import common_prefix, region_name, unique
-from autockpt.rewrite.remade import remade
+from autockpt.rewrite.remade import remade, taken
 from autockpt.rewrite.scopes import Scope, is_live_read, scopes
 from autockpt.rewrite.statistics import statistic, written_statistics
 from solvers.plan import Plan
@@ -38,8 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
 from autockpt.rewrite.guarded import guarded
-from autockpt.rewrite.keeping import keeper
-from autockpt.rewrite.remade import remade
+from autockpt.rewrite.keeping import keeper, kept
+from autockpt.rewrite.remade import remade, taken
 from autockpt.rewrite.statistics import statistic
 
 """
@@ -115,8 +115,10 @@ def rewrite(
         "F": torch.nn.functional,
         "guarded": guarded,
         "keeper": keeper,
+        "kept": kept,
         "operator": operator,
         "remade": remade,
+        "taken": taken,
         "statistic": statistic,
         "torch": torch,
         "__name__": "autockpt.emitted",

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["remade"]
+__all__ = ["remade", "taken"]
 
 
-def remade(prologue: Callable[..., Any], *values: torch.Tensor) -> Callable[..., Any]:
-    """Give a callable that gives ``values`` once, and then what ``prologue`` makes of arguments.
+def remade(prologue: Callable[..., Any], *values: torch.Tensor) -> Any:
+    """Hand over values that ``taken`` gives once, and then makes by ``prologue``.
 
     A compiler runs no region twice, it copies ops and decides itself what it holds: there the
     values stay.
@@ -25,13 +25,17 @@ def remade(prologue: Callable[..., Any], *values: torch.Tensor) -> Callable[...,
     --------
     >>> x = torch.ones(2)
     >>> twice = remade(lambda module, x: x * 2, x * 2)
-    >>> twice(None, x), twice(None, x + 1)
+    >>> taken(twice, None, x), taken(twice, None, x + 1)
     (tensor([2., 2.]), tensor([4., 4.]))
     """
-    if torch.compiler.is_compiling():
-        given = values[0] if len(values) == 1 else values
-        return lambda *_: given
-    return _Remade(prologue, values)
+    return values if torch.compiler.is_compiling() else _Remade(prologue, values)
+
+
+def taken(again: Any, *arguments: Any) -> Any:
+    """Take what was handed over, or make it of the arguments."""
+    if isinstance(again, tuple):
+        return again[0] if len(again) == 1 else again
+    return again(*arguments)
 
 
 class _Remade:

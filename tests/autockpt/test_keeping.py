@@ -75,7 +75,7 @@ def test_it_does_not_run_again_and_bits_and_bytes_are_right(real):
 
 def test_the_code_says_so(real):
     code = real.program(plan_of(real)).code
-    assert "keep(" in code
+    assert "kept(" in code
     assert "keeper()" in code
     assert "lambda: F.scaled_dot_product_attention(" in code
 
