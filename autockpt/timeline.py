@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ def make_timeline(problem: Problem, plan: Plan, *, budget_bytes: int | None = No
         for number, region in enumerate(plan.regions)
         for op in range(region.start, region.stop)
     }
+    events = simulate(problem, plan, timeline=True).timeline
     return Timeline(
         instants=tuple(
             Instant(
@@ -101,11 +102,25 @@ def make_timeline(problem: Problem, plan: Plan, *, budget_bytes: int | None = No
                 target=problem.ops[op].target,
                 module=problem.ops[op].module,
                 source=problem.ops[op].source,
-                region=region_of.get(op),
+                region=region_of.get(turn),
                 nbytes=nbytes,
             )
-            for phase, op, nbytes in simulate(problem, plan, timeline=True).timeline
+            for (phase, op, nbytes), turn in zip(events, _turns(events), strict=True)
         ),
         fixed_bytes=problem.fixed_bytes,
         budget_bytes=budget_bytes,
     )
+
+
+def _turns(events: Sequence[tuple[Phase, int, int]]) -> list[int]:
+    """Return whose turn each instant is: of a replay, the op whose backward brings it about.
+
+    What a replay runs first, a prologue, may lie in another region.
+    """
+    turns: list[int] = []
+    turn = -1
+    for phase, op, _ in reversed(events):
+        if phase != "recompute":
+            turn = op
+        turns.append(turn)
+    return turns[::-1]

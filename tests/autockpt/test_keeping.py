@@ -138,3 +138,34 @@ def test_the_report_adds_up(real):
     found, plain = simulate(real.problem, plan), simulate(real.problem, Plan())
     report = make_report(real.problem, plan, found, plain, budget=Budget(peak_bytes=1, text="50%"))
     assert sum(row.recompute_cost for row in report.regions) == found.recompute_cost
+
+
+class Conjugated(nn.Module):
+    """One storage under two views that differ in a bit, not in strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.fft.rfft(self.lin(x).tanh())
+        return (f * f.conj()).real.exp() + torch.view_as_real(f).sum(-1)
+
+
+def test_views_that_differ_in_more_than_strides():
+    torch.manual_seed(0)
+    real = captured(Conjugated(), (torch.randn(4, 8),), {}, lambda y: y.square().sum())
+    end = next(i for i, op in enumerate(real.problem.ops) if op.target.endswith("square"))
+    allowed = keepable_ops(real.problem)
+    kept = tuple(i for i in range(end) if i in allowed)
+    assert any(real.problem.ops[i].target.endswith("mul") for i in kept)
+    for chosen in (kept, *((i,) for i in kept)):
+        emitted = real.emitted(Plan(regions=(Region(start=0, stop=end, kept=chosen),)))
+        assert_same_bits(real.step(), real.step(emitted))
+
+
+def test_what_is_kept_is_never_a_result_of_the_model(real):
+    problem = real.problem
+    results = {problem.values[v].storage for v in problem.outputs}
+    for index in keepable_ops(problem):
+        assert problem.values[problem.ops[index].outputs[0]].storage not in results
