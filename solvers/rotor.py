@@ -125,6 +125,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self._search = search_of(self.replay)
+        self.edges = _within(self.edges, self._search.tables.reach, self.replay)
         stages = len(self.edges) - 1
         self.options = [self._options(k) for k in range(stages)]
         for length in range(1, stages + 1):
@@ -334,6 +335,19 @@ def _pruned(fronts: list[_Front]) -> _Front:
     if len(order) > _POINTS:
         order = order[np.unique(np.linspace(0, len(order) - 1, _POINTS).astype(int))]
     return _Front(needs=needs[order], costs=costs[order], steps=steps[order])
+
+
+def _within(edges: tuple[int, ...], reach: int, replay: Replay) -> tuple[int, ...]:
+    """Cut stages that are longer than the runs in the tables, where a region may begin."""
+    found = [edges[0]]
+    for edge in edges[1:]:
+        while edge - found[-1] > reach:
+            farthest = found[-1] + reach
+            inside = range(farthest, found[-1], -1)
+            boundaries = replay.problem.boundaries
+            found.append(next((i for i in inside if boundaries[i]), farthest))
+        found.append(edge)
+    return tuple(found)
 
 
 def chain_of(replay: Replay) -> Chain:

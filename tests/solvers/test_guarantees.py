@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from solvers import SOLVERS, Plan, peak_bound, simulate, solve
 from solvers.chains import equal_chain
-from tests.solvers.models import gpt2
+from solvers.interval_search import search_of
+from solvers.replay import replay_of
+from solvers.rotor import chain_of
+from tests.solvers.models import gelu_blocks, gpt2
 
 ROOT = Path(__file__).parents[2]
 SMALL_ONLY = {"checkmate", "exhaustive"}
@@ -128,3 +133,19 @@ def test_auto_is_never_dearer_with_more_memory() -> None:
             assert not costs
     assert len(costs) > 8
     assert costs == sorted(costs, reverse=True)
+
+
+def test_a_stage_longer_than_the_tables_reach_is_cut():
+    """RWKV: two layers that repeat, and some 800 ops of one loop between them."""
+    problem = gelu_blocks(160)
+    ops = [
+        replace(op, module="h.0" if i < 8 else "h.1" if i >= 1272 else "loop")
+        for i, op in enumerate(problem.ops)
+    ]
+    problem = replace(problem, ops=tuple(ops))
+    replay = replay_of(problem)
+    chain = chain_of(replay)
+    reach = search_of(replay).tables.reach
+    assert reach < len(problem.ops) // 2
+    assert max(b - a for a, b in pairwise(chain.edges)) <= reach
+    assert replay.price(chain.least())[0] <= replay.price(())[0]
