@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autockpt
+from autockpt.errors import RecomputationError
 from autockpt.report import make_report
+from autockpt.rewrite.keeping import _Kept
 from autockpt.step import measure
 from autockpt.units import Budget
 from solvers.keeping import keepable_ops
@@ -169,3 +171,36 @@ def test_what_is_kept_is_never_a_result_of_the_model(real):
     results = {problem.values[v].storage for v in problem.outputs}
     for index in keepable_ops(problem):
         assert problem.values[problem.ops[index].outputs[0]].storage not in results
+
+
+def test_writing_to_what_is_kept_raises():
+    class Exponential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.lin(x).exp()
+            return (y * y).tanh()
+
+    torch.manual_seed(0)
+    real = captured(Exponential(), (torch.randn(4, 8),), {}, lambda y: y.square().sum())
+    ops = [op.target.rpartition(".")[2] for op in real.problem.ops]
+    kept = ops.index("exp")
+    emitted = real.emitted(
+        Plan(regions=(Region(start=0, stop=ops.index("tanh") + 1, kept=(kept,)),))
+    )
+    held: list[Tensor] = []
+    run = _Kept.run
+
+    def noting(self: _Kept, op: object) -> Tensor:
+        held.append(run(self, op))  # type: ignore[arg-type]
+        return held[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Kept, "run", noting)
+        loss = real.loss(emitted(*real.args))
+    with torch.no_grad():
+        held[0].mul_(2)
+    with pytest.raises(RecomputationError, match="modified by an inplace operation"):
+        loss.backward()
