@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from autockpt.errors import RecomputationError
 from autockpt.modules.parts import Forward, calling
 from autockpt.modules.state import Effects, Entered
-
-_HOOKS: Any = torch._C._autograd
+from autockpt.recomputation import Explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,41 +136,11 @@ class Run:
             *distinct.values(),
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (_First(entered, path), entered.again()),
+            context_fn=lambda: (
+                Explained(f"Module {path}", _CAUSES, entered.left),
+                entered.again(),
+            ),
         )
-
-
-class _First:
-    """Around a region's forward: what fails when its tensors are wanted again is explained."""
-
-    def __init__(self, entered: Entered, path: str) -> None:
-        self._entered = entered
-        self._path = path
-
-    def __enter__(self) -> None:
-        # ``checkpoint`` has just put its hooks in force.
-        pack, unpack = _HOOKS._top_saved_tensors_default_hooks(True)
-        _HOOKS._push_saved_tensors_default_hooks(pack, partial(_explained, self._path, unpack))
-
-    def __exit__(self, *_: object) -> None:
-        _HOOKS._pop_saved_tensors_default_hooks()
-        self._entered.left()
-
-
-def _explained(path: str, unpack: Callable[[Any], torch.Tensor], holder: Any) -> torch.Tensor:
-    try:
-        return unpack(holder)
-    except torch_checkpoint.CheckpointError as error:
-        found = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
-        raise RecomputationError(
-            f"Module {path} did not compute in backward what it computed in forward. "
-            f"{found.strip()}\n{_CAUSES}"
-        ) from error
-    except RecomputationError:
-        raise
-    except Exception as error:
-        error.add_note(f"Raised while module {path} ran again in backward.")
-        raise
 
 
 _CAUSES = (

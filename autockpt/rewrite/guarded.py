@@ -19,9 +19,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autockpt.capture.calls import version
 from autockpt.errors import RecomputationError
+from autockpt.recomputation import Explained
 from autockpt.rewrite.statistics import Replay
-
-_HOOKS: Any = torch._C._autograd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,41 +93,8 @@ def _is_traced() -> bool:
 def _contexts(
     facts: Facts, module: nn.Module
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _First(facts), _Again(facts, module)
-
-
-class _First:
-    """Around a region's forward: what fails when its tensors are wanted again is explained."""
-
-    __slots__ = ("_facts",)
-
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
-
-    def __enter__(self) -> None:
-        # ``checkpoint`` has just put its hooks in force.
-        pack, unpack = _HOOKS._top_saved_tensors_default_hooks(True)
-        explained = functools.partial(_explained, self._facts, unpack)
-        _HOOKS._push_saved_tensors_default_hooks(pack, explained)
-
-    def __exit__(self, *_: object) -> None:
-        _HOOKS._pop_saved_tensors_default_hooks()
-
-
-def _explained(facts: Facts, unpack: Callable[[Any], torch.Tensor], holder: Any) -> torch.Tensor:
-    try:
-        return unpack(holder)
-    except torch_checkpoint.CheckpointError as error:
-        found = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
-        raise RecomputationError(
-            f"Region {facts.name}, {facts.place}, did not compute in backward what it computed in "
-            f"forward. {found.strip()}\n{_CAUSES}"
-        ) from error
-    except RecomputationError:
-        raise
-    except Exception as error:
-        error.add_note(f"Raised for region {facts.name}, {facts.place}, which runs again.")
-        raise
+    region = f"Region {facts.name}, {facts.place},"
+    return Explained(region, _CAUSES), _Again(facts, module)
 
 
 _CAUSES = (
