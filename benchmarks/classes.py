@@ -16,12 +16,12 @@ from autockpt.pipeline import lower_step
 from benchmarks.common import show
 from solvers import Plan, bound, simulate
 from solvers.interval_search import best_flat, search_of
-from solvers.keeps import with_kept
+from solvers.keeping_search import with_kept
 from solvers.local import fitted, improve, tidied
 from solvers.nested import best_nested
 from solvers.plan import Region
 from solvers.problem import Problem
-from solvers.prologues import with_prologues, without_vain_prologues
+from solvers.prologue_search import with_prologues, without_vain_prologues
 from solvers.replay import Replay, replay_of
 from solvers.rotor import chain_of
 from tests import zoo

@@ -10,14 +10,14 @@ from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import Segment, best_flat, search_of
-from solvers.keeps import with_kept
+from solvers.keeping_search import with_kept
 from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.prologues import with_prologues, without_vain_prologues
+from solvers.prologue_search import with_prologues, without_vain_prologues
 from solvers.replay import Replay, replay_of
 
 Regions = tuple[Region, ...]

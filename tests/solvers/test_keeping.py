@@ -9,7 +9,7 @@ import pytest
 from solvers import PlanError, simulate, solve
 from solvers.interval_search import search_of
 from solvers.keeping import held_for
-from solvers.keeps import with_kept
+from solvers.keeping_search import with_kept
 from solvers.plan import Plan, Region
 from solvers.replay import replay_of
 from tests.solvers.checker import check

@@ -10,7 +10,7 @@ from solvers import PlanError, simulate, solve
 from solvers.interval_search import search_of
 from solvers.plan import Plan, Region
 from solvers.prologue import repeatable_ops
-from solvers.prologues import with_prologues
+from solvers.prologue_search import with_prologues
 from solvers.replay import replay_of
 from tests.solvers.checker import check
 from tests.solvers.models import gelu_blocks

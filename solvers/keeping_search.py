@@ -8,7 +8,7 @@ from solvers.graph import Graph
 from solvers.interval_search import IntervalSearch, Segment
 from solvers.keeping import held_for, keepable_ops
 from solvers.plan import Region
-from solvers.prologues import needs_of
+from solvers.prologue_search import needs_of
 from solvers.replay import Replay
 
 _BEFORE = 32
