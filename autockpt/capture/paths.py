@@ -21,8 +21,9 @@ OURS = frozenset({"autockpt"})
 # What torch's composable APIs (fully_shard) hang on a module: state of theirs, not of the model.
 _COMPOSABLE = "__composable_api_state_key"
 
-# Marks of torch.compile: what is compiled is the same forward.
-_COMPILED = frozenset({"_compiled_call_impl", "_is_torch_compile"})
+# Marks of torch.compile, the last one where Lightning was imported, which notes what
+# ``module.compile`` was given: what is compiled is the same forward.
+_COMPILED = frozenset({"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"})
 
 
 def is_apart(name: str) -> bool:

@@ -311,12 +311,15 @@ def test_an_interrupt_in_the_middle_of_a_step(when: str) -> None:
     if when == "backward":
         weight = optimized.blocks[2].up.weight
         hook = weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
+    # Where tests run in the background the signal is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of the custom Function's call, whichever way it is made.
     Failing.forward = staticmethod(interrupting)  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
             optimized(batch()).sum().backward()
     finally:
+        signal.signal(signal.SIGINT, before)
         Failing.forward = staticmethod(forward)  # type: ignore[method-assign]
         if hook is not None:
             hook.remove()
