@@ -139,6 +139,7 @@ class _Table:
                 forward_workspace_bytes=facts.forward_workspace_bytes,
                 dropped_workspace_bytes=facts.dropped_workspace_bytes,
                 backward_workspace_bytes=facts.backward_workspace_bytes,
+                backward_workspace_alone_bytes=facts.backward_workspace_alone_bytes,
                 early_backward_bytes=facts.early_backward_bytes,
                 stop_peak_bytes=facts.stop_peak_bytes,
                 gradient_bytes=facts.fresh_gradient_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from solvers.graph import Graph, defining_ops
-from solvers.problem import Problem
+from solvers.problem import Op, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,14 @@ class GradientFlow:
         While its backward runs: its own gradients and workspace included.
     after : tuple of int
         Most while its gradients are delivered, when what it saved is already gone.
+    workspace : tuple of int
+        What of ``instant`` is workspace.
     """
 
     before: tuple[int, ...]
     instant: tuple[int, ...]
     after: tuple[int, ...]
+    workspace: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -74,13 +77,19 @@ class _Engine:
     flight: _Flight = field(default_factory=_Flight)
     held: dict[int, tuple[int, bool, bool]] = field(default_factory=dict)
 
-    def run_backward(self, index: int) -> tuple[int, int]:
-        """Allocate and deliver what op ``index`` gives; return both levels at its instant."""
+    def run_backward(self, index: int) -> tuple[int, int, int]:
+        """Allocate and deliver what op ``index`` gives.
+
+        Returns
+        -------
+        resident, fresh, workspace : int
+            Both levels at its instant, and what of them is workspace.
+        """
         op, flight = self.problem.ops[index], self.flight
         own = [flight.allocate(nbytes) for nbytes in op.gradient_bytes]
-        workspace = op.backward_workspace_bytes
-        instant = (flight.resident + workspace, flight.fresh + workspace)
         of_outputs = [self.held.pop(v, None) for v in op.outputs]
+        workspace = self._workspace(op, [held[0] for held in of_outputs if held is not None])
+        instant = (flight.resident + workspace, flight.fresh + workspace, workspace)
         deliveries = []
         for gradient in op.gradients:
             dense, view = gradient.dense, gradient.view
@@ -107,6 +116,13 @@ class _Engine:
             if self.problem.values[value].leaf and not self.missing[value]:
                 self._accumulate(value)
         return instant
+
+    def _workspace(self, op: Op, of_outputs: list[int]) -> int:
+        """Return the workspace, less where the op alone has the gradients of its outputs."""
+        alone = all(self.flight.references[storage] == 1 for storage in of_outputs)
+        if op.backward_workspace_alone_bytes is not None and alone:
+            return op.backward_workspace_alone_bytes
+        return op.backward_workspace_bytes
 
     def _deliver(self, value: int, storage: int, dense: bool, view: bool) -> None:
         flight = self.flight
@@ -162,21 +178,22 @@ def gradient_flows(problem: Problem, graph: Graph) -> tuple[GradientFlow, Gradie
     # loss.backward() holds the gradient that it starts from to the end.
     flight.references[seed] += 1
     empty = [0] * graph.size
-    resident = (empty[:], empty[:], empty[:])
-    fresh = (empty[:], empty[:], empty[:])
+    workspace = empty[:]
+    resident = (empty[:], empty[:], empty[:], workspace)
+    fresh = (empty[:], empty[:], empty[:], workspace)
     for index in range(graph.size - 1, -1, -1):
         if not graph.reached[index]:
             continue
         early = problem.ops[index].early_backward_bytes
         resident[0][index], fresh[0][index] = flight.resident + early, flight.fresh + early
-        resident[1][index], fresh[1][index] = engine.run_backward(index)
+        resident[1][index], fresh[1][index], workspace[index] = engine.run_backward(index)
         resident[2][index], fresh[2][index] = flight.top_resident, flight.top_fresh
     return _flow(resident), _flow(fresh)
 
 
-def _flow(lists: tuple[list[int], list[int], list[int]]) -> GradientFlow:
-    before, instant, after = lists
-    return GradientFlow(before=tuple(before), instant=tuple(instant), after=tuple(after))
+def _flow(lists: tuple[list[int], list[int], list[int], list[int]]) -> GradientFlow:
+    before, instant, after, workspace = map(tuple, lists)
+    return GradientFlow(before=before, instant=instant, after=after, workspace=workspace)
 
 
 def _contributions(problem: Problem, graph: Graph) -> list[int]:

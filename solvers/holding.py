@@ -161,7 +161,7 @@ class _Instant:
             return self._recompute(top, int(replay.argmax()))
         if int(instant.max()) == top:
             op = int(instant.argmax())
-            workspace = self.problem.ops[op].backward_workspace_bytes
+            workspace = self.judge.resident.workspace[op]
             gradients = int(self.judge.instant[self.mode][op]) - base - workspace
             held = (*self._kept(op), *self._replayed(op))
             return self._holding(top, "backward", op, gradients, workspace, held)

@@ -111,6 +111,9 @@ class Op:
         The same as ``forward_workspace_bytes`` for its backward, above its saved storages, the
         gradients of its outputs and all of ``gradient_bytes``. Negative where an op of several
         steps frees what it hid before the last of its gradients is made.
+    backward_workspace_alone_bytes : int or None
+        The same where nobody else has the gradients of its outputs, of an op that lets go of
+        them before it makes its own. None: as ``backward_workspace_bytes``.
     early_backward_bytes : int
         What its backward has made, less the gradients of outputs that it has let go of, when it
         first asks for something saved: a replay that this brings about finds it alive.
@@ -147,6 +150,7 @@ class Op:
     forward_workspace_bytes: int = 0
     dropped_workspace_bytes: int | None = None
     backward_workspace_bytes: int = 0
+    backward_workspace_alone_bytes: int | None = None
     early_backward_bytes: int = 0
     stop_peak_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()

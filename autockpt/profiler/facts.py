@@ -64,6 +64,7 @@ class OpFacts:
     forward_workspace_bytes: int = 0
     dropped_workspace_bytes: int | None = None
     backward_workspace_bytes: int = 0
+    backward_workspace_alone_bytes: int | None = None
     early_backward_bytes: int = 0
     stop_peak_bytes: int = 0
     fresh_gradient_bytes: tuple[int, ...] = ()

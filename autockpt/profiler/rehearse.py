@@ -19,6 +19,7 @@ from autockpt.profiler.facts import OpFacts
 from autockpt.profiler.logged import Logged, logged_run
 from autockpt.profiler.subject import Subject
 from autockpt.profiler.watched import (
+    alone_run,
     dropped_run,
     stopped_run,
     timed_runs,
@@ -38,6 +39,7 @@ class Rehearsal:
     packs: int = 0
     hides: bool = False
     unpacks: bool = False
+    lets_go: bool = False
 
     def finish(self, watch: Meter) -> OpFacts:
         """Add the workspaces."""
@@ -50,13 +52,16 @@ class Rehearsal:
         )
         forward = watch.span(f"{self.name}.forward", f"{self.name}.forward.end")
         workspace = max(0, forward.peak_bytes - made)
-        backward_workspace = 0
+        backward_workspace, alone = 0, None
         if self.differentiable:
             backward = watch.span(f"{self.name}.backward", f"{self.name}.backward.end")
             fresh = sum(self.facts.fresh_gradient_bytes)
             # Negative where a composite op frees what it hid before its last gradient is made.
             hidden = sum(self.facts.hidden_bytes)
             backward_workspace = max(-hidden, backward.peak_bytes - fresh)
+            if self.lets_go:
+                backward = watch.span(f"{self.name}.alone", f"{self.name}.alone.end")
+                alone = min(backward_workspace, backward.peak_bytes - fresh)
         stop = 0
         if self.packs:
             stop = watch.span(f"{self.name}.stop", f"{self.name}.stop.{self.packs}").peak_bytes
@@ -73,6 +78,7 @@ class Rehearsal:
             dropped_workspace_bytes=dropped,
             forward_workspace_bytes=workspace,
             backward_workspace_bytes=backward_workspace,
+            backward_workspace_alone_bytes=alone,
             stop_peak_bytes=stop,
         )
 
@@ -87,6 +93,9 @@ def rehearse(
         if measured:
             rehearsal.measured = True
             rehearsal.differentiable = watched_run(subject, watch, facts.differentiable)
+            if subject.writes_part and rehearsal.differentiable:
+                rehearsal.lets_go = True
+                alone_run(subject, watch, facts.differentiable)
             if facts.at_stop.calls:
                 rehearsal.packs = stopped_run(subject, watch)
             if facts.facts.hidden_bytes:

@@ -32,7 +32,7 @@ def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bo
 
     def arrived(gradients: tuple[torch.Tensor, ...]) -> None:
         # The gradient of a part is let go of before that of the whole is made, unless another
-        # op has it too: that it has is assumed.
+        # op has it too, as here; ``alone_run`` is the other case.
         held.extend(gradients if subject.writes_part else ())
         watch.mark(f"{subject.name}.backward")
 
@@ -43,6 +43,19 @@ def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bo
     held.clear()
     del got
     return True
+
+
+def alone_run(subject: Subject, watch: Meter, differentiable: list[int]) -> None:
+    """Run backward as where no other op has the gradients that arrive."""
+    leaves, args, kwargs, edges = subject.stand_ins()
+    out = subject.call(*args, **kwargs)
+    torch.clear_autocast_cache()
+    results, _ = results_of(subject, leaves, out)
+    end = rest(subject, results, differentiable, lambda _: watch.mark(f"{subject.name}.alone"))
+    del out, results, leaves, args, kwargs
+    got = differentiate(end, [edge for edge in edges if edge is not None])
+    watch.mark(f"{subject.name}.alone.end")
+    del got
 
 
 def stopped_run(subject: Subject, watch: Meter) -> int:

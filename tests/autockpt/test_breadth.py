@@ -165,6 +165,36 @@ def test_writes_in_place_are_counted(make: Callable[[], nn.Module]) -> None:
     assert trial.kind == "graph"
 
 
+class Activated(nn.Module):
+    """An activation in place on what linears over three dimensions return: a view, whole."""
+
+    def __init__(self, activation: nn.Module, *, residual: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.activation, self.residual = activation, residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = self.activation(layer(x))
+            x = x + y if self.residual else y
+        return x.sum()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    "activation",
+    [nn.ReLU(True), nn.SiLU(True), nn.Dropout(0.3, True)],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_gradient_is_let_go_of_where_nobody_else_has_it(
+    activation: nn.Module, residual: bool
+) -> None:
+    model, x = Activated(activation, residual=residual), torch.randn(8, 32, WIDTH)
+    profile = autockpt.profile(model, (x,))
+    seen = autockpt.measure(model, (x,), gradients=profile.gradients)
+    assert abs(profile.peak_bytes - seen.peak_bytes) <= 0.002 * seen.activation_peak_bytes
+
+
 class Self(nn.Module):
     """Attention that looks whether query, key and value are one object."""
 

@@ -339,8 +339,8 @@ class Runtime:
         if node.saved is not None:
             unpacked = node.hook.unpack(self, node.saved[0]) if node.hook else node.saved[0]
         own = [Buffer(self.meter, nbytes) for nbytes in op.gradient_bytes]
-        self.meter.note(op.backward_workspace_bytes)
         incoming = {k: self.gradients.pop(v, None) for k, v in enumerate(op.outputs)}
+        self.meter.note(self.workspace(op, [found[0] for found in incoming.values() if found]))
         out = []
         for g in op.gradients:
             if g.source >= 0:
@@ -356,6 +356,15 @@ class Runtime:
         for value in dict.fromkeys(touched):
             if problem.values[value].leaf and not self.expected[value]:
                 self.accumulate(value)
+
+    def workspace(self, op, incoming):
+        shared = any(
+            self.shared(buffer, [], incoming[:k] + incoming[k + 1 :])
+            for k, buffer in enumerate(incoming)
+        )
+        if shared or op.backward_workspace_alone_bytes is None:
+            return op.backward_workspace_bytes
+        return op.backward_workspace_alone_bytes
 
     def deliver(self, out):
         problem = self.problem

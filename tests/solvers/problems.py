@@ -139,6 +139,7 @@ def _random_op(draw, b, kind, inputs, weights):
         packs=packs or bool(saved),
         forward_workspace_bytes=draw(st.sampled_from([0, 0, 7])),
         backward_workspace_bytes=draw(st.sampled_from([0, 0, 9])),
+        backward_workspace_alone_bytes=draw(st.sampled_from([None, None, 0, 4])),
         dropped_workspace_bytes=draw(st.sampled_from([None, None, 5, -2])),
         stop_peak_bytes=draw(st.sampled_from([0, 60])) if own else 0,
         gradient_bytes=tuple(fresh),
