@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Self
 
 from solvers.plan import Region
@@ -41,15 +42,17 @@ def improve(
     Deterministic: takes the first change that helps and goes on from where it was. Edges move,
     regions go, meet or split. Regions with regions inside stay as they are.
     """
-    _, cost = replay.price(regions)
     while True:
-        for changed in _changes(replay, regions):
+        for change in _changes(replay, regions):
             if prices <= 0 or deadline.over():
                 return regions
             prices -= 1
-            peak, new_cost = replay.price(changed)
-            if peak <= budget_bytes and new_cost < cost:
-                regions, cost = changed, new_cost
+            # The cost is soon known: most changes fail on it.
+            if change.dearer(replay, regions) >= 0:
+                continue
+            changed = change.made(regions)
+            if replay.price(changed)[0] <= budget_bytes:
+                regions = changed
                 break
         else:
             return regions
@@ -63,22 +66,27 @@ def fitted(
     Takes, time after time, the change that costs least per byte by which it brings the peak
     nearer to the budget.
     """
-    peak, cost = replay.price(regions)
+    peak, _ = replay.price(regions)
     while peak > budget_bytes:
         best: tuple[float, int, tuple[Region, ...]] | None = None
-        for changed in _changes(replay, regions):
-            prices -= 1
-            new_peak, new_cost = replay.price(changed)
+        changes = [(change.dearer(replay, regions), change) for change in _changes(replay, regions)]
+        prices -= len(changes)
+        for dearer, change in sorted(changes, key=itemgetter(0)):
+            # No change gains more than all that is missing.
+            if best is not None and max(0, dearer) > max(0.0, best[0]) * (peak - budget_bytes):
+                break
+            changed = change.made(regions)
+            new_peak, _ = replay.price(changed)
             gained = peak - max(new_peak, budget_bytes)
             if gained <= 0:
                 continue
-            rate = (new_cost - cost) / gained
+            rate = dearer / gained
             if best is None or (rate, new_peak) < best[:2]:
                 best = rate, new_peak, changed
         if best is None or prices <= 0:
             return None
         regions = best[2]
-        peak, cost = replay.price(regions)
+        peak, _ = replay.price(regions)
     return regions
 
 
@@ -116,18 +124,36 @@ def _merged(replay: Replay, regions: tuple[Region, ...], k: int) -> tuple[Region
     return (*regions[:k], both, *regions[k + 2 :])
 
 
-def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[tuple[Region, ...]]:
-    """Yield neighbouring plans, those of the costliest regions first."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Other regions in place of ``count`` of them from the ``first`` on."""
+
+    first: int
+    count: int
+    others: tuple[Region, ...] = ()
+
+    def dearer(self, replay: Replay, regions: tuple[Region, ...]) -> int:
+        """Return by how much the recompute cost rises."""
+        gone = regions[self.first : self.first + self.count]
+        rise = sum(replay.profile(region).cost for region in self.others)
+        return rise - sum(replay.profile(region).cost for region in gone)
+
+    def made(self, regions: tuple[Region, ...]) -> tuple[Region, ...]:
+        """Return the regions after it."""
+        return (*regions[: self.first], *self.others, *regions[self.first + self.count :])
+
+
+def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[_Change]:
+    """Yield the ways to neighbouring plans, those of the costliest regions first."""
     order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
     for k in order:
         if regions[k].children:
             continue
         low = regions[k - 1].stop if k else 0
         high = regions[k + 1].start if k + 1 < len(regions) else len(replay.problem.ops)
-        before, after = regions[:k], regions[k + 1 :]
-        yield before + after
+        yield _Change(k, 1)
         for region in _moved(replay, regions[k], low, high):
-            yield (*before, region, *after)
+            yield _Change(k, 1, (region,))
         yield from _joints(replay, regions, k)
 
 
@@ -140,15 +166,15 @@ def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Regi
             yield Region(start=region.start, stop=stop)
 
 
-def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[tuple[Region, ...]]:
-    """Yield plans that move the joint of two touching regions, or split a region in two."""
-    region, before, after = regions[k], regions[:k], regions[k + 1 :]
+def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[_Change]:
+    """Yield moves of the joint of two touching regions, and splits of a region in two."""
+    region, after = regions[k], regions[k + 1 :]
     if after and after[0].start == region.stop and not after[0].children:
         for step in (*_STEPS, *(-step for step in _STEPS)):
             joint = region.stop + step
             if region.start < joint < after[0].stop and replay.problem.boundaries[joint]:
                 left = Region(start=region.start, stop=joint)
-                yield (*before, left, Region(start=joint, stop=after[0].stop), *after[1:])
+                yield _Change(k, 2, (left, Region(start=joint, stop=after[0].stop)))
     packing = [
         i + 1
         for i in range(region.start, region.stop - 1)
@@ -156,7 +182,7 @@ def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[tup
     ]
     for joint in packing:
         left = Region(start=region.start, stop=joint)
-        yield (*before, left, Region(start=joint, stop=region.stop), *after)
+        yield _Change(k, 1, (left, Region(start=joint, stop=region.stop)))
 
 
 def _allowed(replay: Replay, start: int, stop: int) -> bool:

@@ -79,6 +79,7 @@ class Replay:
 
     def _make_profile(self, region: Region) -> Profile:
         frame = self.frames(region)
+        inputs = np.array(() if frame.release is None else frame.inputs, np.intp)
         length = region.stop - region.start
         replay = np.full(length, NOTHING, np.int64)
         instant = np.zeros(length, np.int64)
@@ -108,7 +109,8 @@ class Replay:
             after[i] = level
         return Profile(
             frame=frame,
-            inputs=np.array(frame.inputs, np.intp),
+            inputs=inputs,
+            releases=np.full(len(inputs), frame.release, np.intp),
             replay=replay,
             instant=instant,
             after=after,
@@ -151,22 +153,17 @@ class Replay:
         """Return the levels of the whole step."""
         size = self.graph.size
         profiles = [self.profile(region) for region in regions]
-        released = np.full(len(self.nbytes), size, np.intp)
-        released[self.outputs] = -1
         outside, whole = np.ones(size, bool), np.zeros(size, bool)
         states = np.zeros(size + 2, np.int64)
         forward = np.zeros(size + 2, np.int64)
         for p in profiles:
-            region, release = p.frame.region, p.frame.release
+            region = p.frame.region
             outside[region.start : region.stop] = False
-            whole[list(region.kept)] = True
-            if release is not None:
-                released[p.inputs] = np.minimum(released[p.inputs], release)
-            if self.problem.random_state_bytes and p.frame.random:
+            if region.kept:
+                whole[list(region.kept)] = True
+            if p.frame.random and self.problem.random_state_bytes:
                 self._hold_states(p.frame, forward, states)
-        pair_op, pair_storage, pair_release = self._pairs
-        chosen = outside[pair_op]
-        np.minimum.at(released, pair_storage[chosen], pair_release[chosen])
+        released = self._released(profiles, outside)
         held = np.flatnonzero(released < size)
         np.add.at(states, released[held] + 1, self.nbytes[held])
         np.add.at(forward, np.minimum(self.last_use[held] + 1, size), self.nbytes[held])
@@ -174,14 +171,16 @@ class Replay:
         replay = np.full(size, NOTHING, np.int64)
         instant = np.zeros(size, np.int64)
         after = np.zeros(size, np.int64)
+        if profiles:
+            # In program order, and no two of them overlap.
+            inside = ~outside
+            replay[inside] = np.concatenate([p.replay for p in profiles])
+            instant[inside] = np.concatenate([p.instant for p in profiles])
+            after[inside] = np.concatenate([p.after for p in profiles])
         for p in profiles:
-            span = slice(p.frame.region.start, p.frame.region.stop)
-            replay[span] += p.replay - NOTHING
-            instant[span] += p.instant
-            after[span] += p.after
             if p.lasting:
                 for levels in (replay, instant, after):
-                    levels[: span.start] += p.lasting
+                    levels[: p.frame.region.start] += p.lasting
         kept = np.cumsum(states)
         return Step(
             judge=self,
@@ -194,6 +193,21 @@ class Replay:
             instant=instant + kept[1 : size + 1],
             after=after + kept[:size],
         )
+
+    def _released(
+        self, profiles: list[Profile], outside: NDArray[np.bool_]
+    ) -> NDArray[np.intp]:
+        """Return the op whose backward lets go of each storage that is kept for it."""
+        released = np.full(len(self.nbytes), self.graph.size, np.intp)
+        released[self.outputs] = -1
+        pair_op, pair_storage, pair_release = self._pairs
+        chosen = outside[pair_op]
+        storages, releases = [pair_storage[chosen]], [pair_release[chosen]]
+        for p in profiles:
+            storages.append(p.inputs)
+            releases.append(p.releases)
+        np.minimum.at(released, np.concatenate(storages), np.concatenate(releases))
+        return released
 
     def _hold_states(self, frame: Frame, forward: Levels, states: Levels) -> None:
         """Count the random states that a region and those in it keep from their calls on."""

@@ -27,11 +27,13 @@ class Profile:
     ``replay`` is the most during the replays that an op's turn brings about, ``instant`` while
     its backward runs, ``after`` when that has let go of what was saved, and ``lasting`` from
     then on to the end of the step. ``replays`` lists them in order, each with the level that
-    it finds.
+    it finds. ``inputs`` are the storages that are kept for its replay, ``releases`` the op whose
+    backward lets go of each.
     """
 
     frame: Frame
     inputs: NDArray[np.intp]
+    releases: NDArray[np.intp]
     replay: Levels
     instant: Levels
     after: Levels
