@@ -221,24 +221,26 @@ def _extend(
         return
     kept = found.kept[sources, :, :active]
     cost = found.cost[sources, :, :active]
-    fits = kept + edges.needs[first, None, None] <= limits[None, :, None]
+    fits = kept <= limits[None, :, None] - edges.needs[first, None, None]
     fits &= cost < _UNREACHED
-    edge, group, label = np.nonzero(fits)
-    if not len(edge):
+    fitting = np.flatnonzero(fits)
+    if not len(fitting):
         return
-    kept = kept[fits] + edges.keeps[first[edge]]
-    cost = cost[fits] + edges.costs[first[edge]]
+    edge = first[fitting // (len(limits) * active)]
+    kept = kept.ravel()[fitting] + edges.keeps[edge]
+    cost = cost.ravel()[fitting] + edges.costs[edge]
     labels = found.kept.shape[2]
+    group = fitting // active % len(limits) if len(limits) > 1 else np.zeros_like(fitting)
     bins = np.clip(kept // widths[group], 0, labels - 1) + group * labels
     chosen = _undominated(kept, cost, bins, (len(limits), labels))
-    group = group[chosen]
+    group, label = group[chosen], fitting[chosen] % active
     number = np.bincount(group, minlength=len(limits))
     slot = np.arange(len(chosen)) - np.repeat(np.cumsum(number) - number, number)
     found.count[at] = number
     found.kept[at, group, slot] = kept[chosen]
     found.cost[at, group, slot] = cost[chosen]
-    found.came_from[at, group, slot, 0] = first[edge[chosen]]
-    found.came_from[at, group, slot, 1] = label[chosen]
+    found.came_from[at, group, slot, 0] = edge[chosen]
+    found.came_from[at, group, slot, 1] = label
 
 
 def _undominated(
