@@ -194,9 +194,7 @@ class Replay:
             after=after + kept[:size],
         )
 
-    def _released(
-        self, profiles: list[Profile], outside: NDArray[np.bool_]
-    ) -> NDArray[np.intp]:
+    def _released(self, profiles: list[Profile], outside: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Return the op whose backward lets go of each storage that is kept for it."""
         released = np.full(len(self.nbytes), self.graph.size, np.intp)
         released[self.outputs] = -1

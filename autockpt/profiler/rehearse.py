@@ -19,6 +19,7 @@ from autockpt.profiler.facts import OpFacts
 from autockpt.profiler.logged import Logged, logged_run
 from autockpt.profiler.subject import Subject
 from autockpt.profiler.watched import (
+    Times,
     alone_run,
     dropped_run,
     stopped_run,
@@ -102,13 +103,13 @@ def rehearse(
                 rehearsal.hides = True
                 dropped_run(subject, watch)
                 rehearsal.unpacks = unpacked_run(subject, watch, facts.differentiable)
-        forward_ns, backward_ns = timed_runs(subject, facts.differentiable) if timed else (0, 0)
+        times = timed_runs(subject, facts.differentiable) if timed else Times()
     except torch.OutOfMemoryError as error:
         raise ProfileError(
             f"The device ran out of memory while '{subject.target}' was measured apart. Plan "
             f"with cost='roofline', or with a smaller batch."
         ) from error
-    rehearsal.facts = _priced(facts, subject, cost, forward_ns, backward_ns)
+    rehearsal.facts = _priced(facts, subject, cost, times)
     return rehearsal
 
 
@@ -116,8 +117,7 @@ def _priced(
     logged: Logged,
     subject: Subject,
     cost: Callable[[OpWork], int],
-    forward_ns: int,
-    backward_ns: int,
+    times: Times,
 ) -> OpFacts:
     target, forward, at_stop = subject.target, logged.forward, logged.at_stop
     full = cost(
@@ -125,18 +125,20 @@ def _priced(
             target=target,
             flops=forward.flops,
             output_bytes=logged.output_bytes,
-            measured_ns=forward_ns,
+            measured_ns=times.forward,
         )
     )
     # Until its last pack an op has done this share of its work; nothing if it packs inputs only.
     share = _share(at_stop, forward)
+    if share and times.forward:
+        share = min(1.0, times.stop / times.forward)
     stopped = min(full, round(full * share))
     backward = cost(
         OpWork(
             target=target + " backward",
             flops=logged.backward_flops,
             output_bytes=sum(logged.facts.fresh_gradient_bytes),
-            measured_ns=backward_ns,
+            measured_ns=times.backward,
         )
     )
     return replace(

@@ -13,7 +13,7 @@ import autockpt
 from autockpt.errors import ProfileError
 from autockpt.pipeline import lower_step
 from autockpt.profiler import OpWork, Roofline
-from autockpt.profiler.cost import cost_model
+from autockpt.profiler.cost import CostChoice, cost_model
 from solvers import Plan, simulate
 
 
@@ -69,3 +69,26 @@ def test_a_region_costs_something_of_its_own_where_costs_are_times() -> None:
     bare = replace(timed, region_cost=0)
     more = simulate(timed, plan).recompute_cost - simulate(bare, plan).recompute_cost
     assert more == 2 * timed.region_cost
+
+
+def test_the_time_up_to_the_last_pack_is_measured_where_costs_are_times() -> None:
+    """Of attention that draws all is packed but what the last product makes: that is little."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.project(x).chunk(3, -1)
+            found = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            return found.square().mean()
+
+    def share(cost: CostChoice) -> float:
+        _, problem = lower_step(Attention(), (torch.randn(8, 256, 32),), {}, None, cost)
+        op = next(op for op in problem.ops if "attention" in op.target)
+        return op.stop_cost / op.cost
+
+    # Half of the FLOPs are in that product, and hardly any of the time.
+    assert share("roofline") == 0.5
+    assert share("time") > 0.6
