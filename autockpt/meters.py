@@ -190,9 +190,10 @@ def meter(device: torch.device) -> Meter:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Collect garbage, then keep the collector off.
+    """Keep the garbage collector off.
 
-    Cycles that are older than what is measured, freed inside it, would move its level.
+    Cycles that are older than what is measured, freed inside it, would move its level. On a GPU
+    what they hold may be in the way of what is measured: there they are collected first.
 
     Examples
     --------
@@ -203,7 +204,8 @@ def collector_off() -> Iterator[None]:
     >>> watch.span("start", "stop").peak_bytes
     4096
     """
-    gc.collect()
+    if torch.cuda.is_initialized():
+        gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

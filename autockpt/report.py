@@ -302,10 +302,11 @@ def _freed_bytes(
     kept = (s for region in regions for i in region.kept for s in held_for(problem, i))
     lasting = held.union(kept, *inputs)
     kept_anyway = held | saved
+    made = _made_storages(problem, range(start, stop))
     for region, its_inputs in zip(regions, inputs, strict=True):
         freed = _saved_storages(problem, region.start, region.stop)
         freed &= _made_storages(problem, range(region.start, region.stop))
-        extra = (its_inputs & _made_storages(problem, range(start, stop))) - kept_anyway
+        extra = (its_inputs & made) - kept_anyway
         # A storage that several regions read is kept once, and charged to the first.
         kept_anyway |= extra
         state = any(op.random for op in problem.ops[region.start : region.stop])
