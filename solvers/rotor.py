@@ -22,7 +22,6 @@ _POINTS = 96
 _LIMITS = (0.02, 0.1, 0.3, 1.0)
 _OPTION_SHARES = (0.0, 0.15, 0.3, 0.5, 0.7)
 _LABELS = 64
-_TRIES = 6
 
 Regions = tuple[Region, ...]
 
@@ -257,17 +256,17 @@ class Chain:
     # Plans
 
     def regions(self, budget_bytes: int) -> Regions | None:
-        """Return the cheapest regions that the judge finds to fit, or None."""
-        asked = budget_bytes
-        for _ in range(_TRIES):
-            point = int(self.rest[0].needs.searchsorted(asked, "right")) - 1
-            if point < 0:
-                return None
-            regions = self._build(0, len(self.edges) - 1, self.rest[0], point, top=True)
-            peak, _ = self.replay.price(regions)
-            if peak <= budget_bytes:
+        """Return the cheapest regions that the judge finds to fit, or None.
+
+        The tables may count a storage too much: what they put so far above the budget is asked
+        too, the cheapest first.
+        """
+        slack = max((storage.nbytes for storage in self.replay.problem.storages), default=0)
+        front = self.rest[0]
+        for point in range(int(front.needs.searchsorted(budget_bytes + slack, "right")))[::-1]:
+            regions = self._build(0, len(self.edges) - 1, front, point, top=True)
+            if self.replay.price(regions)[0] <= budget_bytes:
                 return regions
-            asked = min(asked - (peak - budget_bytes), int(self.rest[0].needs[point]) - 1)
         return None
 
     def least(self) -> Regions:
