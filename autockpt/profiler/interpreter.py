@@ -29,6 +29,7 @@ from autockpt.profiler.overhead import region_ns
 from autockpt.profiler.rehearse import Rehearsal, rehearse
 from autockpt.profiler.subject import Layout, Subject, written_base
 from autockpt.profiler.tensors import distinct, storage_bytes, storage_of, tensors_in
+from autockpt.profiler.timed import Timer
 
 
 def profile(
@@ -65,14 +66,15 @@ def profile(
     Notes
     -----
     One forward without grad, plus each distinct op (function, layouts, constants, ambient
-    modes) forward and backward two times, five times with ``cost="time"``.
+    modes) forward and backward two times; with ``cost="time"`` five times, and up to three
+    more to where its last tensor is packed.
     """
     inputs = capture.inputs.tensors(args, kwargs)
     device = device_of(model, inputs)
     watch = meter(device)
-    timed = cost == "time" and device.type != "meta"
+    timer = Timer(device) if cost == "time" and device.type != "meta" else None
     with untraced(model, args, kwargs) as trace:
-        runner = _Runner(capture, model, watch, cost_model(cost), trace, timed=timed)
+        runner = _Runner(capture, model, watch, cost_model(cost), trace, timer)
         runner.closures = closures or {}
         if forms is None:
             layouts = gradient_layouts(capture, model, inputs, runner.closures)
@@ -90,7 +92,7 @@ def profile(
         gradient_forms=forms,
         distinct_ops=len(runner.known),
         device_type=device.type,
-        region_cost=region_ns(device.type) if timed else 0,
+        region_cost=region_ns(device.type) if timer is not None else 0,
         **fixed_bytes(model, inputs),
     )
 
@@ -133,8 +135,7 @@ class _Runner(fx.Interpreter):
         watch: Meter,
         cost: Callable[[OpWork], int],
         trace: Trace,
-        *,
-        timed: bool,
+        timer: Timer | None,
     ) -> None:
         super().__init__(model, garbage_collect_values=True, graph=capture.graph)
         # Errors name the op and its source line themselves.
@@ -150,7 +151,7 @@ class _Runner(fx.Interpreter):
         self._watch = watch
         self._cost = cost
         self._trace = trace
-        self._timed = timed
+        self._timer = timer
         self._objects: dict[Hashable, int] = {}
         self._storages: dict[Hashable, int] = {}
         self._parameters = {id(parameter) for parameter in model.parameters()}
@@ -250,7 +251,7 @@ class _Runner(fx.Interpreter):
             layouts=self.layouts.get(node, ()),
         )
         measured = not isinstance(self._watch, NullMeter)
-        return rehearse(subject, self._watch, self._cost, timed=self._timed, measured=measured)
+        return rehearse(subject, self._watch, self._cost, timer=self._timer, measured=measured)
 
     def _external(self, node: fx.Node, tensor: torch.Tensor) -> External:
         kind: Literal["parameter", "buffer", "attribute", "batch"] = "attribute"

@@ -18,12 +18,11 @@ from autockpt.profiler.cost import OpWork
 from autockpt.profiler.facts import OpFacts
 from autockpt.profiler.logged import Logged, logged_run
 from autockpt.profiler.subject import Subject
+from autockpt.profiler.timed import Timer, Times
 from autockpt.profiler.watched import (
-    Times,
     alone_run,
     dropped_run,
     stopped_run,
-    timed_runs,
     unpacked_run,
     watched_run,
 )
@@ -85,9 +84,14 @@ class Rehearsal:
 
 
 def rehearse(
-    subject: Subject, watch: Meter, cost: Callable[[OpWork], int], *, timed: bool, measured: bool
+    subject: Subject,
+    watch: Meter,
+    cost: Callable[[OpWork], int],
+    *,
+    timer: Timer | None,
+    measured: bool,
 ) -> Rehearsal:
-    """Run an op apart and return what was seen; costs of a real run only if ``timed``."""
+    """Run an op apart and return what was seen; costs of a real run only with a timer."""
     try:
         facts = logged_run(subject)
         rehearsal = Rehearsal(facts=facts.facts, name=subject.name)
@@ -103,7 +107,10 @@ def rehearse(
                 rehearsal.hides = True
                 dropped_run(subject, watch)
                 rehearsal.unpacks = unpacked_run(subject, watch, facts.differentiable)
-        times = timed_runs(subject, facts.differentiable) if timed else Times()
+        times = Times()
+        if timer is not None:
+            inside = facts.at_stop.calls > 0
+            times = timer.times(subject, facts.differentiable, stops_inside=inside)
     except torch.OutOfMemoryError as error:
         raise ProfileError(
             f"The device ran out of memory while '{subject.target}' was measured apart. Plan "

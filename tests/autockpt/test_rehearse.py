@@ -34,7 +34,7 @@ def facts_of(call: Any, *args: Any, written: tuple[int, ...] = (), **kwargs: Any
             ),
             watch,
             Roofline(),
-            timed=False,
+            timer=None,
             measured=True,
         )
     return rehearsal.finish(watch)
@@ -162,7 +162,7 @@ def test_results_that_are_saved_are_let_go_of() -> None:
                 differentiable=frozenset({id(x)}),
                 written=frozenset(),
             )
-            rehearse(subject, watch, Roofline(), timed=False, measured=True)
+            rehearse(subject, watch, Roofline(), timer=None, measured=True)
         del x, subject
         watch.mark("stop")
     assert watch.span("start", "stop").end_bytes == 0
