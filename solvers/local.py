@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Self
 
@@ -93,9 +93,10 @@ def fitted(
 def tidied(replay: Replay, regions: tuple[Region, ...], budget_bytes: int) -> tuple[Region, ...]:
     """Return regions without those that do nothing for the plan, at no more cost.
 
-    A region goes, or two that touch become one, where the plan fits as well without, and is no
-    dearer. Linear in the number of regions, in calls of the judge.
+    A region goes, outer or inner, or two that touch become one, where the plan fits as well
+    without, and is no dearer. Linear in the number of regions, in calls of the judge.
     """
+    regions = _without_inner(replay, regions, budget_bytes)
     cost = replay.price(regions)[1]
     for change in (_without, _merged):
         k = 0
@@ -108,6 +109,38 @@ def tidied(replay: Replay, regions: tuple[Region, ...], budget_bytes: int) -> tu
                     continue
             k += 1
     return regions
+
+
+def _without_inner(
+    replay: Replay, regions: tuple[Region, ...], budget_bytes: int
+) -> tuple[Region, ...]:
+    cost = replay.price(regions)[1]
+    k = 0
+    while len(inner := _inner(regions)) > k:
+        fewer = _lifted(regions, inner[k])
+        new_peak, new_cost = replay.price(fewer)
+        if new_peak <= budget_bytes and new_cost <= cost:
+            regions, cost = fewer, new_cost
+        else:
+            k += 1
+    return regions
+
+
+def _inner(regions: tuple[Region, ...]) -> list[Region]:
+    return [inner for region in regions for child in region.children for inner in child.walk()]
+
+
+def _lifted(regions: tuple[Region, ...], gone: Region) -> tuple[Region, ...]:
+    """Return regions with the children of one of them in its place."""
+    found: list[Region] = []
+    for region in regions:
+        if region is gone:
+            found += region.children
+        elif region.start <= gone.start and gone.stop <= region.stop:
+            found.append(replace(region, children=_lifted(region.children, gone)))
+        else:
+            found.append(region)
+    return tuple(found)
 
 
 def _without(replay: Replay, regions: tuple[Region, ...], k: int) -> tuple[Region, ...] | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from solvers.bounds import peak_bound
 from solvers.interval_search import IntervalSearch, search_of
+from solvers.local import tidied
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
@@ -72,8 +73,7 @@ def solve(problem: Problem, budget_bytes: int) -> Plan:
     replay = replay_of(problem)
     chain = chain_of(replay)
     regions = chain.regions(budget_bytes)
-    if regions is None:
-        regions = chain.least()
+    regions = chain.least() if regions is None else tidied(replay, regions, budget_bytes)
     plan = priced(problem, regions, "rotor", budget_bytes, started)
     return require(problem, plan, budget_bytes)
 
