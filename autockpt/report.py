@@ -24,7 +24,7 @@ from solvers.replay import replay_of
 if TYPE_CHECKING:
     from autockpt.step import Measurement
 
-_WIDTH = 100
+_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,10 @@ class RegionRow:
         Of running it again once, up to its early stop.
     random : bool
         Whether it draws random numbers, and so keeps the state of the generator.
+    kept : int
+        Number of its ops that do not run again: what they make and save is held instead.
+    prologue : int
+        Number of ops before it that run again with it, as what they make is not held for it.
     """
 
     module: str
@@ -60,6 +64,8 @@ class RegionRow:
     recompute_cost: int
     recompute_flops: int
     random: bool
+    kept: int = 0
+    prologue: int = 0
 
     @property
     def ops(self) -> int:
@@ -283,6 +289,8 @@ def _rows(
             recompute_cost=frame.cost,
             recompute_flops=frame.flops,
             random=any(op.random for op in ops),
+            kept=len(region.kept),
+            prologue=len(region.prologue),
         )
         yield from _rows(
             problem, region.children, depth=depth + 1, start=region.start, stop=region.stop
@@ -373,6 +381,9 @@ def _region_table(report: Report) -> Table:
     table.add_column("source", no_wrap=True)
     for name in ("regions", "ops", "frees", "runs again"):
         table.add_column(name, justify="right")
+    more = [name for name in ("kept", "prologue") if any(getattr(r, name) for r in report.regions)]
+    for name in more:
+        table.add_column(name, justify="right")
     table.add_column("random")
     for rows in _alike(report.regions):
         first = rows[0]
@@ -383,6 +394,7 @@ def _region_table(report: Report) -> Table:
             str(first.ops),
             format_bytes(sum(row.freed_bytes for row in rows)),
             _cost_text(report, sum(row.recompute_cost for row in rows)),
+            *(str(getattr(first, name) or "") for name in more),
             "yes" if first.random else "",
         )
     return table
@@ -393,7 +405,8 @@ def _alike(rows: tuple[RegionRow, ...]) -> list[list[RegionRow]]:
     groups: dict[tuple[object, ...], list[RegionRow]] = {}
     for row in rows:
         pattern = layer_pattern(row.module)
-        key = (pattern, row.source, row.depth, row.ops, row.freed_bytes, row.random)
+        same = row.depth, row.ops, row.freed_bytes, row.random, row.kept, row.prologue
+        key = (pattern, row.source, *same)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 

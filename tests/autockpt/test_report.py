@@ -133,6 +133,18 @@ def test_nested_regions_are_rows_of_their_own() -> None:
     assert "  h.0" in str(report)
 
 
+def test_what_is_kept_and_made_again_before_is_shown_where_there_is_any() -> None:
+    plain = str(report_of(LAYERWISE))
+    assert "kept" not in plain
+    assert "prologue" not in plain
+    regions = (Region(start=0, stop=4, kept=(2,)), Region(start=6, stop=8, prologue=(4, 5)))
+    report = report_of(Plan(regions=regions))
+    assert [(row.ops, row.kept, row.prologue) for row in report.regions] == [(4, 1, 0), (2, 0, 2)]
+    header = next(line for line in str(report).splitlines() if "runs again" in line)
+    assert "kept" in header
+    assert "prologue" in header
+
+
 def test_text_groups_repeated_layers() -> None:
     text = str(report_of(LAYERWISE, notes=("Your own checkpoints were dissolved.",)))
     lines = text.splitlines()
