@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,9 @@ import autockpt
 from autockpt.errors import ProfileError
 from autockpt.pipeline import lower_step
 from autockpt.profiler import OpWork, Roofline
-from autockpt.profiler.cost import CostChoice, cost_model
+from autockpt.profiler.cost import cost_model
+from autockpt.profiler.subject import Subject
+from autockpt.profiler.timed import Timer
 from solvers import Plan, simulate
 
 
@@ -71,8 +74,33 @@ def test_a_region_costs_something_of_its_own_where_costs_are_times() -> None:
     assert more == 2 * timed.region_cost
 
 
-def test_the_time_up_to_the_last_pack_is_measured_where_costs_are_times() -> None:
-    """Of attention that draws all is packed but what the last product makes: that is little."""
+@pytest.mark.parametrize("late", [False, True])
+def test_the_time_up_to_the_last_pack_is_measured_where_costs_are_times(late: bool) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if late:
+            time.sleep(0.05)
+        y = x.exp()  # Packs its result, and the sum packs nothing.
+        if not late:
+            time.sleep(0.05)
+        return y.sum()
+
+    x = torch.randn(8, 8)
+    subject = Subject(
+        name="op",
+        target="op",
+        call=call,
+        args=(x,),
+        kwargs={},
+        differentiable=frozenset({id(x)}),
+        written=frozenset(),
+    )
+    times = Timer(x.device).times(subject, [0], stops_inside=True)
+    assert times.forward >= 50_000_000 > times.backward
+    assert (times.stop >= 50_000_000) == late
+
+
+def test_a_share_of_flops_says_how_far_an_op_has_run_where_costs_are_not_measured() -> None:
+    """Of attention that draws all is packed but what the second of two products makes."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -84,11 +112,6 @@ def test_the_time_up_to_the_last_pack_is_measured_where_costs_are_times() -> Non
             found = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
             return found.square().mean()
 
-    def share(cost: CostChoice) -> float:
-        _, problem = lower_step(Attention(), (torch.randn(8, 256, 32),), {}, None, cost)
-        op = next(op for op in problem.ops if "attention" in op.target)
-        return op.stop_cost / op.cost
-
-    # Half of the FLOPs are in that product, and hardly any of the time.
-    assert share("roofline") == 0.5
-    assert share("time") > 0.6
+    _, problem = lower_step(Attention(), (torch.randn(8, 64, 32),), {}, None, "roofline")
+    op = next(op for op in problem.ops if "attention" in op.target)
+    assert op.stop_cost / op.cost == 0.5
