@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autockpt.capture import Template
+from autockpt.capture.externals import attribute_generators
 from autockpt.capture.losses import default_loss
 from autockpt.errors import ProfileError
 from autockpt.meters import CpuMeter, Meter, collector_off, meter
@@ -221,6 +222,7 @@ def undone(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     leaves = trained(model, tensors)
     gradients = [leaf.grad for leaf in leaves]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = [(generator, generator.get_state()) for generator in attribute_generators(model)]
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
@@ -231,3 +233,5 @@ def undone(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+            for generator, state in states:
+                generator.set_state(state)

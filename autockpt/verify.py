@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
+from autockpt.capture.externals import attribute_generators
 from autockpt.capture.paths import format_steps, tensors_within
 from autockpt.report import to_text
 from autockpt.step import Loss, loss_of, measure
@@ -311,6 +312,8 @@ def _restored(
     ]
     written = {id(t): t for t in [*inputs, *(b for _, _, b in buffers if b is not None)]}
     copies = [(tensor, tensor.detach().clone()) for tensor in written.values()]
+    generators = [g for model in models for g in attribute_generators(model)]
+    states = [(generator, generator.get_state()) for generator in generators]
 
     def put_back() -> None:
         for leaf in leaves:
@@ -322,6 +325,8 @@ def _restored(
                 # Untouched ones are left alone: a write would bump their version counters.
                 if not same_bits(tensor, copy):
                     tensor.copy_(copy)
+        for generator, state in states:
+            generator.set_state(state)
 
     with _same_random_state() as put_back_random:
 

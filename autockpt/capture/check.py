@@ -186,8 +186,6 @@ def _run(
             torch.manual_seed(_SEED)
         for target in capture.writes:
             trace.before_write(read_path(model, target), known=True)
-        for generator in _generators(capture.graph):
-            trace.keep_generator(generator)
         given = [(t, version(t)) for _, t in tensors_within((args, kwargs), objects=True)]
         with hooks:
             outputs = forward(args, kwargs)
@@ -206,11 +204,6 @@ def _results(capture: Capture, model: torch.nn.Module, output: Any) -> tuple[tor
         output = (output, tuple(left))
     return Template.describe(output)[1]
 
-
-def _generators(graph: fx.Graph) -> list[torch.Generator]:
-    pinned = [node for node in graph.nodes if node.meta.get("pinned")]
-    values = [value for node in pinned for value in (*node.args, *node.kwargs.values())]
-    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 def _difference(plain: _Run, ours: _Run) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from autockpt.capture.paths import format_steps, is_apart, tensors_within
+from autockpt.capture.paths import format_steps, generators_within, is_apart, tensors_within
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -64,11 +65,20 @@ class Externals:
         return None
 
 
+def attribute_generators(model: torch.nn.Module) -> Iterator[torch.Generator]:
+    """Yield the generators in plain attributes of all modules, containers included."""
+    for module in model.modules():
+        yield from generators_within(_attributes(module))
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if k not in _REGISTRIES and not is_apart(k)}
+
+
 def attribute_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in plain attributes of all modules, containers included, by path."""
     for prefix, module in model.named_modules():
-        state = {k: v for k, v in vars(module).items() if k not in _REGISTRIES and not is_apart(k)}
-        for steps, tensor in tensors_within(state, objects=True):
+        for steps, tensor in tensors_within(_attributes(module), objects=True):
             (_, name), *rest = steps
             path = f"{prefix}.{name}" if prefix else str(name)
             yield path + format_steps(tuple(rest)), tensor

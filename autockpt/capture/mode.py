@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
         if may_write(target.name, kwargs):
             for tensor, node in used:
                 self._trace.before_write(tensor, known=node.op == "get_attr")
-        self._keep_generators(args, kwargs)
+        self._before_draw(args, kwargs)
         self._refuse_hooks()
         # As it is now: a write in place may have made it so since the tensor was made.
         wants = tuple(dict.fromkeys(node for tensor, node in used if tensor.requires_grad))
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
         self, target: Target, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call without tensors among its arguments: a factory, or no matter of ours."""
-        self._keep_generators(args, kwargs)
+        self._before_draw(args, kwargs)
         result, drew = self._run(func, args, kwargs)
         if leaves(result):
             graph_args = tuple(self.stream.convert(arg, [], False) for arg in args)
@@ -213,16 +213,22 @@ class Recorder(TorchFunctionMode):
             self._finish(node, target, args, kwargs, result)
         return result
 
-    def _keep_generators(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator):
-                self._trace.keep_generator(value)
+    def _before_draw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for generator in _generators(args, kwargs):
+            wrong = self._trace.before_draw(generator)
+            if wrong and not self.stream.lenient:
+                raise self.refuse(
+                    wrong,
+                    "Keep it as an attribute of a module and seed it outside the forward, or draw "
+                    "from the default generator.",
+                )
 
     def _finish(
         self, node: fx.Node, target: Target, args: tuple[Any, ...], kwargs: Any, result: Any
     ) -> None:
         """Say what a call returned, and guard what python learns from it."""
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        for generator in _generators(args, kwargs):
+            self._trace.after_draw(generator)
             node.meta["pinned"] = True
         node.meta["call"] = True
         self.stream.register(node, result)
@@ -263,3 +269,7 @@ class Recorder(TorchFunctionMode):
         if target.swapped:
             args = (args[1], args[0], *args[2:])
         return self.stream.emit(target.op, target.target, args, kwargs)
+
+
+def _generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Generator]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]

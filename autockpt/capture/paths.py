@@ -116,13 +116,22 @@ def tensors_within(value: Any, *, objects: bool) -> Iterator[tuple[tuple[Step, .
     ------
     (steps, tensor)
     """
-    yield from _walk(value, (), objects, set())
+    for steps, leaf in _walk(value, (), objects, set()):
+        if isinstance(leaf, torch.Tensor):
+            yield steps, leaf
+
+
+def generators_within(value: Any) -> Iterator[torch.Generator]:
+    """Walk the generators of random numbers in nested containers and objects."""
+    for _, leaf in _walk(value, (), True, set()):
+        if isinstance(leaf, torch.Generator):
+            yield leaf
 
 
 def _walk(
     value: Any, steps: tuple[Step, ...], objects: bool, seen: set[int]
-) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
+) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    if isinstance(value, (torch.Tensor, torch.Generator)):
         yield steps, value
         return
     if len(steps) > _MAX_DEPTH or id(value) in seen:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from autockpt.capture.bits import identical, storage_id
-from autockpt.capture.externals import attribute_tensors
-from autockpt.capture.paths import tensors_within
+from autockpt.capture.externals import attribute_generators, attribute_tensors
+from autockpt.capture.paths import generators_within, tensors_within
 from autockpt.capture.watch import Change, Watch
 from autockpt.errors import CaptureError
 
@@ -43,7 +43,10 @@ class Trace:
         self._random = RandomState()
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._copied: set[int] = set()
-        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        generators = [*attribute_generators(model), *generators_within((args, dict(kwargs)))]
+        self._generators = {generator: generator.get_state() for generator in generators}
+        # Where each stands as far as draws have moved it.
+        self._stands = dict(self._generators)
         for buffer in model.buffers():
             self.before_write(buffer, known=True)
         outside = [*model.parameters(), *(t for _, t in attribute_tensors(model))]
@@ -71,9 +74,24 @@ class Trace:
         named = (*model.named_parameters(), *attribute_tensors(model))
         return tuple(name for name, tensor in named if storage_id(tensor) in moved)
 
-    def keep_generator(self, generator: torch.Generator) -> None:
-        """Remember the state of a generator that is about to be drawn from."""
-        self._generators.setdefault(generator, generator.get_state())
+    def before_draw(self, generator: torch.Generator) -> str | None:
+        """Say what no graph can hold of a generator that is about to be drawn from.
+
+        Making it and seeding it are no calls with tensors: nobody sees them happen.
+        """
+        if generator not in self._stands:
+            self._generators[generator] = generator.get_state()
+            return (
+                "it draws from a torch.Generator that is neither an argument nor an attribute of "
+                "a module"
+            )
+        if not torch.equal(generator.get_state(), self._stands[generator]):
+            return "it seeds a torch.Generator"
+        return None
+
+    def after_draw(self, generator: torch.Generator) -> None:
+        """Take note of where a draw has moved a generator."""
+        self._stands[generator] = generator.get_state()
 
     def probe(self) -> None:
         """Put python's and numpy's generators where no forward leaves them.
@@ -111,6 +129,10 @@ class Trace:
                 "Cannot capture this forward: it draws from python's or numpy's random "
                 f"generator, in {drawn_in}. Draw with torch instead (torch.rand(()).item() "
                 "becomes a guard)."
+            )
+        if not all(torch.equal(g.get_state(), state) for g, state in self._stands.items()):
+            raise CaptureError(
+                f"Cannot capture this forward: it seeds a torch.Generator. {_ADVICE}"
             )
         left: list[Change] = []
         made = False
