@@ -141,6 +141,7 @@ class _Table:
                 backward_workspace_bytes=facts.backward_workspace_bytes,
                 backward_workspace_alone_bytes=facts.backward_workspace_alone_bytes,
                 early_backward_bytes=facts.early_backward_bytes,
+                early_backward_alone_bytes=facts.early_backward_alone_bytes,
                 stop_peak_bytes=facts.stop_peak_bytes,
                 gradient_bytes=facts.fresh_gradient_bytes,
                 gradients=_gradients(facts, arguments, results, outputs),

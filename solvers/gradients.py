@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from solvers.graph import Graph, defining_ops
 from solvers.problem import Op, Problem
+
+_Held = tuple[int, bool, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +24,15 @@ class GradientFlow:
         While its backward runs: its own gradients and workspace included.
     after : tuple of int
         Most while its gradients are delivered, when what it saved is already gone.
-    workspace : tuple of int
-        What of ``instant`` is workspace.
+    workspace, early : tuple of int
+        What of ``instant`` is workspace, and what of ``before`` the op has made itself.
     """
 
     before: tuple[int, ...]
     instant: tuple[int, ...]
     after: tuple[int, ...]
     workspace: tuple[int, ...]
+    early: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ class _Engine:
     wanted: list[bool]
     missing: list[int]
     flight: _Flight = field(default_factory=_Flight)
-    held: dict[int, tuple[int, bool, bool]] = field(default_factory=dict)
+    held: dict[int, _Held] = field(default_factory=dict)
 
     def run_backward(self, index: int) -> tuple[int, int, int]:
         """Allocate and deliver what op ``index`` gives.
@@ -88,7 +92,7 @@ class _Engine:
         op, flight = self.problem.ops[index], self.flight
         own = [flight.allocate(nbytes) for nbytes in op.gradient_bytes]
         of_outputs = [self.held.pop(v, None) for v in op.outputs]
-        workspace = self._workspace(op, [held[0] for held in of_outputs if held is not None])
+        workspace = self._workspace_bytes(op, of_outputs)
         instant = (flight.resident + workspace, flight.fresh + workspace, workspace)
         deliveries = []
         for gradient in op.gradients:
@@ -117,12 +121,22 @@ class _Engine:
                 self._accumulate(value)
         return instant
 
-    def _workspace(self, op: Op, of_outputs: list[int]) -> int:
-        """Return the workspace, less where the op alone has the gradients of its outputs."""
-        alone = all(self.flight.references[storage] == 1 for storage in of_outputs)
-        if op.backward_workspace_alone_bytes is not None and alone:
+    def early_bytes(self, index: int) -> int:
+        """Return what the backward of an op has made when it first asks for something saved."""
+        op = self.problem.ops[index]
+        alone = self._are_alone([self.held.get(v) for v in op.outputs])
+        if alone and op.early_backward_alone_bytes is not None:
+            return op.early_backward_alone_bytes
+        return op.early_backward_bytes
+
+    def _workspace_bytes(self, op: Op, of_outputs: Sequence[_Held | None]) -> int:
+        if op.backward_workspace_alone_bytes is not None and self._are_alone(of_outputs):
             return op.backward_workspace_alone_bytes
         return op.backward_workspace_bytes
+
+    def _are_alone(self, gradients: Sequence[_Held | None]) -> bool:
+        """Tell whether nobody else has these gradients, so that an op can let go of them."""
+        return all(self.flight.references[held[0]] == 1 for held in gradients if held is not None)
 
     def _deliver(self, value: int, storage: int, dense: bool, view: bool) -> None:
         flight = self.flight
@@ -177,23 +191,28 @@ def gradient_flows(problem: Problem, graph: Graph) -> tuple[GradientFlow, Gradie
     engine.held[problem.loss] = (seed, True, False)
     # loss.backward() holds the gradient that it starts from to the end.
     flight.references[seed] += 1
-    empty = [0] * graph.size
-    workspace = empty[:]
-    resident = (empty[:], empty[:], empty[:], workspace)
-    fresh = (empty[:], empty[:], empty[:], workspace)
+    own = [[0] * graph.size for _ in range(2)]
+    resident, fresh = ([[0] * graph.size for _ in range(3)] for _ in range(2))
     for index in range(graph.size - 1, -1, -1):
         if not graph.reached[index]:
             continue
-        early = problem.ops[index].early_backward_bytes
+        early = own[1][index] = engine.early_bytes(index)
         resident[0][index], fresh[0][index] = flight.resident + early, flight.fresh + early
-        resident[1][index], fresh[1][index], workspace[index] = engine.run_backward(index)
+        resident[1][index], fresh[1][index], own[0][index] = engine.run_backward(index)
         resident[2][index], fresh[2][index] = flight.top_resident, flight.top_fresh
-    return _flow(resident), _flow(fresh)
+    return _flow(*resident, *own), _flow(*fresh, *own)
 
 
-def _flow(lists: tuple[list[int], list[int], list[int], list[int]]) -> GradientFlow:
-    before, instant, after, workspace = map(tuple, lists)
-    return GradientFlow(before=before, instant=instant, after=after, workspace=workspace)
+def _flow(
+    before: list[int], instant: list[int], after: list[int], workspace: list[int], early: list[int]
+) -> GradientFlow:
+    return GradientFlow(
+        before=tuple(before),
+        instant=tuple(instant),
+        after=tuple(after),
+        workspace=tuple(workspace),
+        early=tuple(early),
+    )
 
 
 def _contributions(problem: Problem, graph: Graph) -> list[int]:

@@ -117,6 +117,8 @@ class Op:
     early_backward_bytes : int
         What its backward has made, less the gradients of outputs that it has let go of, when it
         first asks for something saved: a replay that this brings about finds it alive.
+    early_backward_alone_bytes : int or None
+        The same where nobody else has the gradients of its outputs, as above.
     stop_peak_bytes : int
         Most bytes alive at once above its inputs when it runs only until the last of its saved
         tensors is packed, where a recomputation stops. 0 where that was not measured: it is
@@ -152,6 +154,7 @@ class Op:
     backward_workspace_bytes: int = 0
     backward_workspace_alone_bytes: int | None = None
     early_backward_bytes: int = 0
+    early_backward_alone_bytes: int | None = None
     stop_peak_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()
     gradients: tuple[Gradient, ...] = ()

@@ -66,6 +66,7 @@ class OpFacts:
     backward_workspace_bytes: int = 0
     backward_workspace_alone_bytes: int | None = None
     early_backward_bytes: int = 0
+    early_backward_alone_bytes: int | None = None
     stop_peak_bytes: int = 0
     fresh_gradient_bytes: tuple[int, ...] = ()
     gradients: tuple[ArgumentGradient, ...] = ()

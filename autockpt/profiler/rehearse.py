@@ -20,6 +20,7 @@ from autockpt.profiler.logged import Logged, logged_run
 from autockpt.profiler.subject import Subject
 from autockpt.profiler.timed import Timer, Times
 from autockpt.profiler.watched import (
+    Backward,
     alone_run,
     dropped_run,
     stopped_run,
@@ -35,11 +36,10 @@ class Rehearsal:
     facts: OpFacts
     name: str
     measured: bool = False
-    differentiable: bool = False
+    backward: Backward = "none"
     packs: int = 0
     hides: bool = False
     unpacks: bool = False
-    lets_go: bool = False
 
     def finish(self, watch: Meter) -> OpFacts:
         """Add the workspaces."""
@@ -53,13 +53,13 @@ class Rehearsal:
         forward = watch.span(f"{self.name}.forward", f"{self.name}.forward.end")
         workspace = max(0, forward.peak_bytes - made)
         backward_workspace, alone = 0, None
-        if self.differentiable:
+        if self.backward != "none":
             backward = watch.span(f"{self.name}.backward", f"{self.name}.backward.end")
             fresh = sum(self.facts.fresh_gradient_bytes)
             # Negative where a composite op frees what it hid before its last gradient is made.
             hidden = sum(self.facts.hidden_bytes)
             backward_workspace = max(-hidden, backward.peak_bytes - fresh)
-            if self.lets_go:
+            if self.backward == "lets go":
                 backward = watch.span(f"{self.name}.alone", f"{self.name}.alone.end")
                 alone = min(backward_workspace, backward.peak_bytes - fresh)
         stop = 0
@@ -69,12 +69,15 @@ class Rehearsal:
         if self.hides:
             dropped = watch.span(f"{self.name}.dropped", f"{self.name}.dropped.end").peak_bytes
             dropped -= made
-        early = 0
+        early, early_alone = 0, None
         if self.unpacks:
-            early = watch.span(f"{self.name}.early", f"{self.name}.unpacked").end_bytes
+            early = watch.span(f"{self.name}.early", f"{self.name}.early.end").end_bytes
+            name = f"{self.name}.early alone"
+            early_alone = watch.span(name, f"{name}.end").end_bytes
         return replace(
             self.facts,
             early_backward_bytes=early,
+            early_backward_alone_bytes=early_alone,
             dropped_workspace_bytes=dropped,
             forward_workspace_bytes=workspace,
             backward_workspace_bytes=backward_workspace,
@@ -97,16 +100,16 @@ def rehearse(
         rehearsal = Rehearsal(facts=facts.facts, name=subject.name)
         if measured:
             rehearsal.measured = True
-            rehearsal.differentiable = watched_run(subject, watch, facts.differentiable)
-            if subject.writes_part and rehearsal.differentiable:
-                rehearsal.lets_go = True
+            rehearsal.backward = watched_run(subject, watch, facts.differentiable)
+            if rehearsal.backward == "lets go":
                 alone_run(subject, watch, facts.differentiable)
             if facts.at_stop.calls:
                 rehearsal.packs = stopped_run(subject, watch)
             if facts.facts.hidden_bytes:
                 rehearsal.hides = True
                 dropped_run(subject, watch)
-                rehearsal.unpacks = unpacked_run(subject, watch, facts.differentiable)
+                rehearsal.unpacks = unpacked_run(subject, watch, facts.differentiable, shared=True)
+                unpacked_run(subject, watch, facts.differentiable, shared=False)
         times = Times()
         if timer is not None:
             inside = facts.at_stop.calls > 0

@@ -5,15 +5,24 @@ A dispatch mode changes what autograd does in place, so none is active here.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.meters import Meter
 from autockpt.profiler.subject import Subject, as_it_is, differentiate, rest, results_of
 
+Backward = Literal["none", "plain", "lets go"]
 
-def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bool:
-    """Run bare under the meter; say whether a backward was run."""
+
+def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> Backward:
+    """Run bare under the meter; say what backward was run.
+
+    An op of several steps that begins with copies of the gradients that arrive, for they lie
+    otherwise than its results, then lets go of them, and so does one that writes a part in
+    place; unless another op has them too, as here.
+    """
     leaves, args, kwargs, edges = subject.stand_ins()
     watch.mark(f"{subject.name}.forward")
     out = subject.call(*args, **kwargs)
@@ -21,14 +30,13 @@ def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bo
     torch.clear_autocast_cache()
     wanted = [edge for edge in edges if edge is not None]
     if not differentiable or not wanted:
-        return False
+        return "none"
     results, _ = results_of(subject, leaves, out)
+    lets_go = subject.writes_part or _copies_gradients(subject, results, differentiable)
     held: list[torch.Tensor] = []
 
     def arrived(gradients: tuple[torch.Tensor, ...]) -> None:
-        # The gradient of a part is let go of before that of the whole is made, unless another
-        # op has it too, as here; ``alone_run`` is the other case.
-        held.extend(gradients if subject.writes_part else ())
+        held.extend(gradients if lets_go else ())
         watch.mark(f"{subject.name}.backward")
 
     end = rest(subject, results, differentiable, arrived)
@@ -37,7 +45,19 @@ def watched_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bo
     watch.mark(f"{subject.name}.backward.end")
     held.clear()
     del got
-    return True
+    return "lets go" if lets_go else "plain"
+
+
+def _copies_gradients(
+    subject: Subject, results: list[torch.Tensor], differentiable: list[int]
+) -> bool:
+    """Whether an op is several nodes to autograd, and gradients lie otherwise than results."""
+    if not any(subject.layouts[i] for i in differentiable if subject.layouts):
+        return False
+    found = (results[i].grad_fn for i in differentiable)
+    nodes = [node for node in found if node is not None]
+    earlier = [earlier for node in nodes for earlier, _ in node.next_functions]
+    return any(node is not None and node.next_functions for node in earlier)
 
 
 def alone_run(subject: Subject, watch: Meter, differentiable: list[int]) -> None:
@@ -88,12 +108,18 @@ class _Unpacked(Exception):
     """Backward has asked for something saved: there is no more to see."""
 
 
-def unpacked_run(subject: Subject, watch: Meter, differentiable: list[int]) -> bool:
-    """Run backward up to where it first asks for something saved; say whether it does."""
+def unpacked_run(
+    subject: Subject, watch: Meter, differentiable: list[int], *, shared: bool
+) -> bool:
+    """Run backward up to where it first asks for something saved; say whether it does.
+
+    ``shared`` says whether another op has the gradients that arrive.
+    """
     leaves, args, kwargs, edges = subject.stand_ins()
+    early = "early" if shared else "early alone"
 
     def unpack(_: torch.Tensor) -> torch.Tensor:
-        watch.mark(f"{subject.name}.unpacked")
+        watch.mark(f"{subject.name}.{early}.end")
         raise _Unpacked
 
     with saved_tensors_hooks(torch.Tensor.detach, unpack):
@@ -103,7 +129,13 @@ def unpacked_run(subject: Subject, watch: Meter, differentiable: list[int]) -> b
     if not differentiable or not wanted:
         return False
     results, _ = results_of(subject, leaves, out)
-    end = rest(subject, results, differentiable, lambda _: watch.mark(f"{subject.name}.early"))
+    held: list[torch.Tensor] = []
+
+    def arrived(gradients: tuple[torch.Tensor, ...]) -> None:
+        held.extend(gradients if shared else ())
+        watch.mark(f"{subject.name}.{early}")
+
+    end = rest(subject, results, differentiable, arrived)
     del out, results, leaves, args, kwargs
     try:
         differentiate(end, wanted)

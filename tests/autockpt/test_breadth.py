@@ -195,6 +195,27 @@ def test_a_gradient_is_let_go_of_where_nobody_else_has_it(
     assert abs(profile.peak_bytes - seen.peak_bytes) <= 0.002 * seen.activation_peak_bytes
 
 
+class Normed(nn.Module):
+    """A norm of several steps whose gradient lies otherwise than its result, and is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.InstanceNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = x + self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x.sin().sum()
+
+
+def test_a_gradient_that_is_copied_first_is_let_go_of_where_nobody_else_has_it() -> None:
+    model, x = Normed(), torch.randn(8, 16, WIDTH)
+    profile = autockpt.profile(model, (x,))
+    seen = autockpt.measure(model, (x,), gradients=profile.gradients)
+    assert profile.peak_bytes == seen.peak_bytes
+
+
 class Self(nn.Module):
     """Attention that looks whether query, key and value are one object."""
 

@@ -69,7 +69,7 @@ class Schedules:
         for i in reversed(range(len(problem.ops))):
             if not self._reached()[i]:
                 continue
-            early = max(0, problem.ops[i].early_backward_bytes)
+            early = max(0, replay.resident.early[i])
             before = held + max(int(level[i]) for level in replay.before) - early
             own = held + max(int(level[i]) for level in replay.instant)
             after = held + max(int(level[i]) for level in replay.after)

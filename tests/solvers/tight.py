@@ -36,6 +36,7 @@ def tight_problems(draw, most_ops=6):
             packs=bool(saved),
             dropped_workspace_bytes=draw(st.sampled_from([None, None, -3])),
             early_backward_bytes=draw(st.sampled_from([0, 0, 2, -1])),
+            early_backward_alone_bytes=draw(st.sampled_from([None, None, 0, -2])),
             stop_peak_bytes=draw(st.sampled_from([0, 0, 30])) if own != "none" else 0,
             gradient_bytes=tuple(1 for _ in inputs),
             gradients=tuple(Gradient(value=v, source=k) for k, v in enumerate(inputs)),
