@@ -57,7 +57,7 @@ def lower(capture: Capture, profile: Profile, *, undone: bool = False) -> Proble
         ops=ops,
         values=tuple(table.values),
         storages=tuple(table.storages),
-        outputs=tuple(dict.fromkeys(table.value_of[node] for node in outputs)),
+        outputs=tuple(dict.fromkeys([*(table.value_of[node] for node in outputs), *table.lasting])),
         loss=table.value_of[loss],
         boundaries=boundaries,
         parameter_bytes=profile.parameter_bytes,
@@ -84,6 +84,7 @@ class _Table:
     external_values: dict[int, int] = field(default_factory=dict)
     external_storages: dict[int, int] = field(default_factory=dict)
     forward_held: list[int] = field(default_factory=list)
+    lasting: list[int] = field(default_factory=list)
 
     def add_external(self, node: fx.Node, external: External) -> None:
         """A tensor that is there before: one value an object, one storage an allocation."""
@@ -128,6 +129,14 @@ class _Table:
         self._renew(node, results, facts, arguments)
         outputs = tuple(r for r in dict.fromkeys(results) if r not in arguments)
         saved = (self._storage(ref, arguments, results, hidden) for ref in facts.saved)
+        # The loss holds all nodes to the end of backward, and these what their contexts have.
+        context = {self._storage(ref, arguments, results, hidden) for ref in facts.context}
+        self.lasting += [
+            value
+            for value in (*arguments, *results)
+            if (storage := self.values[value].storage) in context
+            and self.storages[storage].producer is not None
+        ]
         self.ops.append(
             replace(
                 bare,
@@ -253,7 +262,7 @@ def _gradients(
 def _stays_outside(node: fx.Node, facts: OpFacts) -> bool:
     return (
         node.target is expect
-        or facts.holds_tensors
+        or bool(facts.context)
         or facts.packs_unfilled
         or bool(node.meta.get("pinned"))
         or node.meta.get("stage") == "loss"

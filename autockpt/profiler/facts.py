@@ -52,7 +52,8 @@ class ArgumentGradient:
 class OpFacts:
     """Everything measured on one distinct op. Arguments are numbered in order of appearance.
 
-    ``cached`` are the hidden storages that autocast keeps: casts of weights.
+    ``cached`` are the hidden storages that autocast keeps: casts of weights. ``context`` are the
+    storages that a custom Function keeps as attributes: they live as long as its node.
     Bytes are exact, costs are integer ns of the chosen cost, FLOPs are raw.
     """
 
@@ -77,7 +78,7 @@ class OpFacts:
     stop_flops: int = 0
     backward_flops: int = 0
     random: bool = False
-    holds_tensors: bool = False
+    context: tuple[Ref, ...] = ()
     packs_unfilled: bool = False
 
 

@@ -47,11 +47,12 @@ def logged_run(subject: Subject) -> Logged:
             out = subject.call(*args, **kwargs)
     results, returned = results_of(subject, leaves, out)
     cached = _cached_casts(subject, leaves, log)
-    storages = _number_storages(leaves, results, [*packed, *cached])
-    saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in packed))
+    held = _context_tensors(results)
+    storages = _number_storages(leaves, results, [*packed, *cached, *held])
+    saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in (*packed, *held)))
     hidden = {
         storages[storage_of(tensor)].number: storage_bytes(tensor)
-        for tensor in (*packed, *cached)
+        for tensor in (*packed, *cached, *held)
         if storages[storage_of(tensor)].kind == "hidden"
     }
     shown = tuple(
@@ -84,12 +85,13 @@ def logged_run(subject: Subject) -> Logged:
         saved=saved,
         packs=bool(packed),
         random=log.random,
-        holds_tensors=_context_holds_tensors(results),
+        context=tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in held)),
         packs_unfilled=bool(log.filled),
     )
     forward = log.tally.copy()
     differentiable = [i for i, result in enumerate(results) if has_gradient(result)]
     packed.clear()
+    held.clear()
     log.packed.clear()
     log.filled.clear()
     cached.clear()
@@ -149,13 +151,15 @@ def _number_storages(
     return storages
 
 
-def _context_holds_tensors(results: Sequence[torch.Tensor]) -> bool:
-    """Whether a custom Function keeps tensors as attributes, where no hook sees them."""
-    return any(
-        bool(tensors_in(list(vars(result.grad_fn).values())))
+def _context_tensors(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Give what a custom Function keeps as attributes of its context, where no hook sees it."""
+    return [
+        tensor
         for result in results
         if isinstance(result.grad_fn, torch.autograd.function.BackwardCFunction)
-    )
+        for tensor in tensors_in(list(vars(result.grad_fn).values()))
+        if tensor.layout is torch.strided
+    ]
 
 
 def _logged_backward(

@@ -216,6 +216,53 @@ def test_a_gradient_that_is_copied_first_is_let_go_of_where_nobody_else_has_it()
     assert profile.peak_bytes == seen.peak_bytes
 
 
+class Sigmoid(torch.autograd.Function):
+    """Keeps its result as an attribute of its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.sigmoid()
+        ctx.y = y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.y * (1 - ctx.y)
+
+
+class Positive(torch.autograd.Function):
+    """Keeps its argument, and a tensor that nobody else sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask, ctx.x = x > 0, x.detach()
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.mask
+
+
+class Custom(Base):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def middle(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = layer(self.function.apply(layer(x)))
+        return x
+
+
+@pytest.mark.parametrize("function", [Sigmoid, Positive])
+def test_what_a_context_holds_lives_to_the_end(function: type[torch.autograd.Function]) -> None:
+    model = Custom(function)
+    profile = autockpt.profile(model, (_x(),))
+    seen = autockpt.measure(model, (_x(),), gradients=profile.gradients)
+    assert profile.peak_bytes == pytest.approx(seen.peak_bytes, abs=64)
+    assert _tried(model, budget="90%").kind == "graph"
+
+
 class Self(nn.Module):
     """Attention that looks whether query, key and value are one object."""
 
