@@ -128,6 +128,7 @@ REFUSED = {
     "grad": "autograd runs, or gradients are read, inside the forward",
     "register_hook": "the model registers a tensor hook inside its forward",
     "register_post_accumulate_grad_hook": "the model registers a tensor hook in its forward",
+    "retain_grad": "the model keeps the gradient of a tensor that its forward makes",
     "set_": "the model swaps a tensor's storage",
     "share_memory_": "the model moves a tensor to shared memory",
     "__deepcopy__": "the model deep-copies a tensor inside its forward",

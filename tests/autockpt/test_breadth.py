@@ -263,6 +263,27 @@ def test_what_a_context_holds_lives_to_the_end(function: type[torch.autograd.Fun
     assert _tried(model, budget="90%").kind == "graph"
 
 
+class Retained(Base):
+    """Leaves a result whose gradient is to be read after backward."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.seen = x.sin()
+        self.seen.retain_grad()
+        return self.second(self.seen).tanh()
+
+
+def test_a_gradient_that_is_retained_is_there_where_modules_are_the_regions() -> None:
+    model = Retained()
+    with pytest.raises(CaptureError, match=r"keeps the gradient of a tensor.*test_breadth\.py"):
+        autockpt.optimize(model, (_x(),), memory_budget="90%", emit="graph")
+    ours: Any = autockpt.optimize(model, (_x(),), memory_budget="100%", emit="modules")
+    found = []
+    for either in (model, ours):
+        either(_x()).backward()
+        found.append(either.seen.grad)
+    assert torch.equal(*found)
+
+
 class Self(nn.Module):
     """Attention that looks whether query, key and value are one object."""
 
