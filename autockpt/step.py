@@ -13,8 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autockpt.capture import Template
+from autockpt.capture.calls import version
 from autockpt.capture.externals import attribute_generators
 from autockpt.capture.losses import default_loss
+from autockpt.capture.paths import tensors_within
+from autockpt.capture.restore import put_back
 from autockpt.errors import ProfileError
 from autockpt.meters import CpuMeter, Meter, collector_off, meter
 from autockpt.profiler import device_of, fixed_bytes
@@ -106,7 +109,7 @@ def measure(
     model : nn.Module
         Plain or optimized. Its gradients and buffers and the random state are put back.
     args, kwargs
-        The batch.
+        The batch. What a forward writes in place is put back before each step and at the end.
     loss : callable, optional
         As for ``optimize``.
     gradients : {"resident", "fresh"}
@@ -130,7 +133,7 @@ def measure(
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     device = device_of(model, tensors)
     step = _Step(model, *batch, loss)
-    with undone(model, tensors):
+    with undone(model, tensors), rewritten(batch) as put_back_batch:
         fixed = fixed_bytes(model, tensors)
         try:
             set_gradients(model, tensors, gradients)
@@ -138,7 +141,10 @@ def measure(
             watch = meter(device)
             with collector_off(), watch:
                 step(watch.mark)
-            seconds = min(_timed(step, model, tensors, gradients, device) for _ in range(repeats))
+            times = []
+            for _ in range(repeats):
+                put_back_batch()
+                times.append(_timed(step, model, tensors, gradients, device))
         except torch.OutOfMemoryError as error:
             raise ProfileError(
                 f"The device ran out of memory while a step of {type(model).__name__} was "
@@ -150,7 +156,7 @@ def measure(
         peak_bytes=total + peak,
         activation_peak_bytes=peak,
         fixed_bytes=total,
-        step_seconds=seconds,
+        step_seconds=min(times),
         gradients=gradients,
         **_levels(watch, total),
     )
@@ -214,6 +220,23 @@ def set_gradients(model: nn.Module, tensors: Sequence[torch.Tensor], gradients: 
     """Make every gradient resident (zeros) or absent."""
     for leaf in trained(model, tensors):
         leaf.grad = torch.zeros_like(leaf) if gradients == "resident" else None
+
+
+@contextmanager
+def rewritten(batch: Any) -> Iterator[Callable[[], None]]:
+    """Yield a function that puts back what was written to a batch; do it at the end in any case."""
+    tensors = {id(t): t for _, t in tensors_within(batch, objects=True) if not t.is_nested}
+    copies = [(t, t.detach().clone(), version(t)) for t in tensors.values()]
+
+    def put_back_all() -> None:
+        with torch.no_grad():
+            for tensor, copy, number in copies:
+                put_back(tensor, copy, number)
+
+    try:
+        yield put_back_all
+    finally:
+        put_back_all()
 
 
 @contextmanager

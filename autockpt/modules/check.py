@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.check import fingerprint
 from autockpt.capture.refusals import drop, gone
-from autockpt.capture.restore import RandomState, untraced
+from autockpt.capture.restore import RandomState
 from autockpt.errors import RecomputationError
 from autockpt.modules.observe import plain_forward
 from autockpt.modules.parts import Forward, calling
 from autockpt.modules.run import Regions, Run
+from autockpt.modules.unwritten import unwritten
 
 
 def differing(
@@ -40,7 +41,7 @@ def differing(
     names = {id(module): name for name, module in model.named_modules()}
     checker = _Checker(model, names, regions)
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
-    with untraced(model, args, kwargs), torch.enable_grad(), hooks, calling(checker):
+    with unwritten(model, args, kwargs), torch.enable_grad(), hooks, calling(checker):
         plain_forward(model)(*args, **kwargs)
     return checker.wrong
 

@@ -22,13 +22,14 @@ from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
 from autockpt.capture.paths import is_atom
 from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
-from autockpt.capture.restore import RandomState, Trace, untraced
+from autockpt.capture.restore import RandomState, Trace
 from autockpt.capture.stream import Stream
 from autockpt.capture.watch import Watch
 from autockpt.modules.key import ModuleKey
 from autockpt.modules.parts import Forward, calling
 from autockpt.modules.sharding import sharded_inside
 from autockpt.modules.state import watch_module, watch_values
+from autockpt.modules.unwritten import unwritten
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -167,7 +168,7 @@ def observe(
     refuse_modes()
     with torch.enable_grad(), drawn(start):
         rehearsal = _fullest(model, args, kwargs, alone=start is not None)
-    with torch.enable_grad(), drawn(rehearsal.start), untraced(model, args, kwargs) as trace:
+    with torch.enable_grad(), drawn(rehearsal.start), unwritten(model, args, kwargs) as trace:
         return _observed(model, args, kwargs, loss, trace, rehearsal)
 
 
@@ -257,7 +258,7 @@ def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     counter = _Counter({id(module): name for name, module in model.named_modules()})
     watches = [(name, watch_module(name, module)) for name, module in model.named_modules()]
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
-    with untraced(model, args, kwargs), hooks, calling(counter):
+    with unwritten(model, args, kwargs), hooks, calling(counter):
         plain_forward(model)(*args, **kwargs)
         changed = tuple(name for name, watch in watches if any(watch.changes()))
         python, end = not start.python_is_same(), RandomState()

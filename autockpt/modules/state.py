@@ -142,43 +142,52 @@ class Entered:
 
 
 class Again:
-    """While entered, everything is as the call found it; afterwards, as it was before."""
+    """While entered, everything is as the call found it; afterwards, as it was before.
+
+    Entered once for each backward that asks, and again while it is entered.
+    """
 
     def __init__(self, entered: Entered) -> None:
         self._entered = entered
-        self._random: list[torch.Tensor] | None = None
-        self._python: Any = None
-        self._originals: list[Any] = []
-        self._watches: list[Watch] = []
-        self._ambient: Any = None
+        self._before: list[_Before] = []
 
     def __enter__(self) -> None:
         entered = self._entered
         entered.check()
+        before = _Before(entered)
         if entered._random is not None:
-            self._random = default_states()
             _set_default_states(entered._random)
         if entered._python is not None:
-            self._python = _python_states()
             _set_python_states(entered._python)
-        self._watches = entered._look()
         for watch in entered._watches:
             watch.undo()
         for (part, key, _), copy in zip(entered._buffers, entered._copies, strict=True):
             buffer = part._buffers[key]
             assert buffer is not None
-            self._originals.append(buffer)
             part._buffers[key] = buffer.detach().clone() if copy is None else copy.clone()
-        self._ambient = entered._ambient.enter()
-        self._ambient.__enter__()
+        before.ambient.__enter__()
+        self._before.append(before)
 
     def __exit__(self, *error: Any) -> None:
-        entered = self._entered
-        self._ambient.__exit__(None, None, None)
+        self._before.pop().put_back()
+
+
+class _Before:
+    """What there was before a call ran again."""
+
+    def __init__(self, entered: Entered) -> None:
+        self.ambient = entered._ambient.enter()
+        self._random = None if entered._random is None else default_states()
+        self._python = None if entered._python is None else _python_states()
+        self._watches = entered._look()
+        self._buffers = [(part, key, part._buffers[key]) for part, key, _ in entered._buffers]
+
+    def put_back(self) -> None:
+        self.ambient.__exit__(None, None, None)
         for watch in self._watches:
             watch.undo()
-        for (part, key, _), original in zip(entered._buffers, self._originals, strict=True):
-            part._buffers[key] = original
+        for part, key, buffer in self._buffers:
+            part._buffers[key] = buffer
         if self._random is not None:
             _set_default_states(self._random)
         if self._python is not None:

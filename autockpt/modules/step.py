@@ -38,7 +38,7 @@ from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
 from autockpt.settings import Emit, Loss, Settings
 from autockpt.units import Budget, format_bytes
-from solvers import simulate
+from solvers import InfeasibleError, simulate
 from solvers.plan import Plan, Region
 from solvers.problem import Problem, Span
 
@@ -101,14 +101,26 @@ def plan_modules(
     """
     with PLANNING, originals(), unwatched(), looked_at(model) as stand:
         observed, problem, forms = _observe(model, args, kwargs, settings, known, start, stand)
+        everywhere = False
         for number in range(_MOST_CHECKS):
-            step = _solved(model, observed, problem, settings, known, notes, forms)
-            what = "modules were run twice to compare the results"
-            with enough_memory(what), drawn(observed.start):
-                wrong = differing(model, args, kwargs, step.regions)
+            try:
+                step = _solved(model, observed, problem, settings, known, notes, forms)
+            except InfeasibleError:
+                # The least budget that is named must do: it counts on no module that is wrong.
+                checked = (
+                    problem if everywhere else _checked(model, args, kwargs, observed, problem)
+                )
+                if checked.spans == problem.spans:
+                    raise
+                everywhere, problem = True, checked
+                continue
+            wrong = _differing(model, args, kwargs, observed, step.regions)
             if not wrong:
                 return step
             problem = _without(problem, wrong, alike=number >= _MOST_CHECKS // 2)
+            if not everywhere:
+                # Others would be found one after the other, each after a plan of its own.
+                everywhere, problem = True, _checked(model, args, kwargs, observed, problem)
             found = (f"{path} {reason}: it does not run again." for path, reason in wrong.items())
             notes = tuple(dict.fromkeys((*notes, *found)))
         problem = replace(problem, spans=())
@@ -122,10 +134,11 @@ def lower_modules(
     loss: Loss | None,
     cost: CostChoice = "roofline",
 ) -> tuple[Capture, Problem]:
-    """Observe and profile a step, without a check of its regions."""
+    """Observe and profile a step; modules that may not run again are in no span."""
     settings = Settings(memory_budget="100%", loss=loss, cost=cost)
     with PLANNING, originals(), unwatched(), looked_at(model) as stand:
         observed, problem, _ = _observe(model, args, kwargs, settings, Known(), None, stand)
+        problem = _checked(model, args, kwargs, observed, problem)
     return observed.capture, problem
 
 
@@ -183,9 +196,38 @@ def _observe(
             forms=known.forms.get(capture.signature),
         )
     problem = with_spans(lower(capture, profiled, undone=True), observed)
+    # Copies of buffers stay from a region's beginning to its backward: they are buffers too.
+    copied = copied_bytes(model, observed)
+    problem = replace(problem, buffer_bytes=problem.buffer_bytes + copied)
     if is_sharded(model):
         problem = of_a_rank(problem, model)
     return observed, problem, profiled.gradient_forms
+
+
+def _differing(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    observed: Observation,
+    regions: Regions,
+) -> dict[str, str]:
+    """Find the regions that give other results when they run again."""
+    what = "modules were run twice to compare the results"
+    with enough_memory(what), drawn(observed.start):
+        return differing(model, args, kwargs, regions)
+
+
+def _checked(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    observed: Observation,
+    problem: Problem,
+) -> Problem:
+    """Run all calls that may be regions twice, and take off those that must not be any."""
+    every = Plan(regions=_nested(list(problem.spans or ())))
+    regions = regions_of(model, observed, every)
+    return _without(problem, _differing(model, args, kwargs, observed, regions), alike=False)
 
 
 def _without(problem: Problem, wrong: Mapping[str, str], *, alike: bool) -> Problem:
@@ -212,7 +254,7 @@ def _solved(
     plain = simulate(problem, Plan())
     buckets, gathered = bucket_bytes(model), gathered_bytes(model)
     budget = resolve_budget(settings, problem, plain, buckets + gathered)
-    beside = buckets + gathered + copied_bytes(model, observed)
+    beside = buckets + gathered
     settings = replace(settings, reserve=settings.reserve + beside)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
@@ -278,19 +320,19 @@ def translated(plan: Plan, problem: Problem) -> Plan:
     """Give the plan that makes regions of the same calls of modules, as far as there are such."""
     chosen = {region.module for region in plan.walk()}
     spans = [span for span in problem.spans or () if span.name in chosen]
+    return replace(plan, regions=_nested(spans), signature=problem.signature)
 
-    def nest(inside: list[Span]) -> tuple[Region, ...]:
-        made: list[Region] = []
-        while inside:
-            span, *rest = inside
-            within = [other for other in rest if other.stop <= span.stop]
-            inside = rest[len(within) :]
-            made.append(
-                Region(start=span.start, stop=span.stop, children=nest(within), module=span.name)
-            )
-        return tuple(made)
 
-    return replace(plan, regions=nest(spans), signature=problem.signature)
+def _nested(inside: list[Span]) -> tuple[Region, ...]:
+    made: list[Region] = []
+    while inside:
+        span, *rest = inside
+        within = [other for other in rest if other.stop <= span.stop]
+        inside = rest[len(within) :]
+        made.append(
+            Region(start=span.start, stop=span.stop, children=_nested(within), module=span.name)
+        )
+    return tuple(made)
 
 
 def listing(plan: Plan) -> str:

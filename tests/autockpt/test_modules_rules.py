@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import autockpt
-from autockpt import CaptureError, PlanError, RecomputationError
+from autockpt import CaptureError, InfeasibleError, PlanError, RecomputationError
 from autockpt.modules.parts import is_part
 from autockpt.runtime.swap import release
 from solvers import Plan
@@ -200,3 +203,181 @@ def test_counters_do_not_make_steps_new() -> None:
     for step in range(3):
         ours(_x(), step=step).sum().backward()
     assert len(ours.autockpt._entries) == 2  # with and without a step number
+
+
+@dataclass
+class _Held:
+    """An argument that hides a tensor."""
+
+    value: Tensor
+
+
+class _Writes(Stack):
+    """Writes its batch in place, or by numpy, before anything else."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(dropout=0.0)
+        self.how = how
+        self.drop = nn.Dropout(inplace=True)
+
+    def forward(self, x: Tensor, other: Any) -> Tensor:
+        if self.how == "dropout":
+            self.drop(x)
+        elif self.how == "mul_":
+            x.mul_(2)
+        elif self.how == "numpy":
+            x.numpy()[:] *= 2
+        other["held"][0].value.add_(x.mean())
+        return super().forward(x + other["held"][0].value)
+
+
+def _batch(length: int = 128) -> tuple[Tensor, dict[str, Any]]:
+    return _x(length), {"held": [_Held(torch.ones(32))]}
+
+
+def _bits(batch: tuple[Tensor, dict[str, Any]]) -> list[Tensor]:
+    return [batch[0].clone(), batch[1]["held"][0].value.clone()]
+
+
+@pytest.mark.parametrize("how", ["dropout", "mul_", "numpy"])
+def test_planning_leaves_the_batch_and_the_step_writes_it(how: str) -> None:
+    torch.manual_seed(0)
+    plain = _Writes(how)
+    batch = _batch()
+    ours = _optimized(plain, *batch, budget="70%")
+    autockpt.minimum_budget(plain, batch, emit="modules")
+    autockpt.measure(ours, batch)
+    autockpt.measure(plain, batch, repeats=2)
+    assert all(map(torch.equal, _bits(batch), _bits(_batch())))
+    # The second length is planned at its first step, when the model has been trained.
+    for length in (128, 144):
+        left: list[list[Tensor]] = []
+        for model in (plain, ours):
+            torch.manual_seed(1)
+            model.zero_grad()
+            batch = _batch(length)
+            loss = model(*batch).square().mean()
+            loss.backward()
+            left.append([*_bits(batch), loss, *(p.grad.clone() for p in model.parameters())])
+        assert ours.autockpt.report.recompute_cost > 0
+        assert all(map(torch.equal, *left))
+
+
+class _Shrinking(nn.Linear):
+    """Writes its own weights in forward, one way or the other."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(32, 32)
+        self.how = how
+        self.table = nn.Embedding(8, 32, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "mul_":
+                self.weight.mul_(0.99)
+            elif self.how == "clamp_":
+                self.weight.data.clamp_(-0.05, 0.05)
+            elif self.how == "data":
+                self.weight.data = self.weight.data * 0.99
+        y = super().forward(x)
+        return y + self.table(torch.arange(8)).sum(0) if self.how == "max_norm" else y
+
+
+@pytest.mark.parametrize("how", ["mul_", "clamp_", "data", "max_norm"])
+def test_planning_leaves_parameters_that_a_forward_writes(how: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(dropout=0.0)
+    model.blocks.insert(0, _Shrinking(how))
+    before = copy.deepcopy(model)
+    memory = [parameter.data_ptr() for parameter in model.parameters()]
+    ours = _optimized(model, budget="70%")
+    assert ours.autockpt.report.recompute_cost > 0
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == memory
+    verification = autockpt.verify(before, ours, (_x(),))
+    assert verification, verification.differences
+
+
+def _normed() -> nn.Module:
+    def layer() -> nn.Module:
+        parts = (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.GELU())
+        return nn.Sequential(spectral_norm(parts[0]), *parts[1:])
+
+    return nn.Sequential(*(layer() for _ in range(4)))
+
+
+def _retained(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _penalized(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    loss = model(x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def _twice_penalized(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    loss = model(x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+    (loss + second.square().sum()).backward()
+
+
+@pytest.mark.parametrize("step", [_retained, _penalized, _twice_penalized])
+def test_regions_run_again_as_often_as_they_are_asked(
+    step: Callable[[nn.Module, Tensor], None],
+) -> None:
+    torch.manual_seed(0)
+    plain = _normed()
+    x = torch.randn(256, 32)
+    ours = _optimized(copy.deepcopy(plain), x, budget="75%")
+    assert ours.autockpt.report.recompute_cost > 0
+    left: list[list[Tensor]] = []
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        step(model, x)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        left.append([*gradients, *model.buffers(), torch.get_rng_state()])
+    assert len(left[0]) == len(left[1])
+    assert all(map(torch.equal, *left))
+
+
+class _Average(nn.Linear):
+    """Reads and writes a buffer of its own, which regions copy."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("mean", torch.zeros(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(self.weight.detach())
+        return torch.sin(super().forward(x) + x @ self.mean)
+
+
+@pytest.mark.parametrize("kind", ["normed", "average", "forgetful"])
+def test_the_least_budgets_that_are_named_do(kind: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(250, 32)
+    if kind == "normed":
+        model = _normed()
+    elif kind == "average":
+        model = nn.Sequential(*(nn.Sequential(_Average(), nn.GELU()) for _ in range(4)))
+    else:
+        # Its calls may not run again, which only a check finds out.
+        model = nn.Sequential(*(cls() for cls in (Block, _Forgetful, Block, _Forgetful, Block)))
+    least = autockpt.minimum_budget(model, (x,), emit="modules")
+    ours = autockpt.optimize(model, (x,), memory_budget=least, emit="modules", cost="roofline")
+    report = ours.autockpt.report
+    assert report.recompute_cost > 0
+    assert autockpt.measure(ours, (x,)).peak_bytes <= least
+    with pytest.raises(InfeasibleError) as refused:
+        small = (3 * least + report.fixed_bytes) // 4
+        autockpt.optimize(model, (x,), memory_budget=small, emit="modules", cost="roofline")
+    named = refused.value.minimum_bytes
+    assert named == least
+    autockpt.optimize(model, (x,), memory_budget=named, emit="modules", cost="roofline")
