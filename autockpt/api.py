@@ -72,8 +72,9 @@ def optimize(
     reserve : int
         Bytes to leave free inside the budget, for what lies outside the model and its loss.
     solve_seconds : float, optional
-        Time limit of ``"auto"``, which then returns the best plan found by then (status
-        ``"time limit"``), and of ``"ilp"``; the other solvers are quick by themselves.
+        Time limit of ``"auto"``, ``"ilp"`` (20 s by default) and ``"checkmate"`` (60 s by
+        default), which then return the best plan found by then (status ``"time limit"``); if
+        there is none, they go on until there is. The other solvers are quick by themselves.
     plan : Plan, optional
         A plan made before, for the same model and a batch like this one
         (``Plan.from_json(text)``): taken as it is, and nothing is solved. Other calls of the

@@ -9,16 +9,16 @@ from typing import Literal
 
 import pulp
 
-from solvers.bounds import peak_bound
+from solvers.bounds import bound, peak_bound
 from solvers.errors import InfeasibleError, PlanError
 from solvers.interval_search import best_flat
-from solvers.local import fitted, improve, tidied
+from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import format_bytes, priced, require
 from solvers.problem import Problem
 from solvers.programs import run_program
-from solvers.remat import RematProgram, Step, cells, make_step
+from solvers.remat import OutOfTimeError, RematProgram, Step, cells, make_step
 from solvers.replay import Replay, replay_of
 
 MOST_CELLS = 150_000
@@ -71,9 +71,10 @@ def best_schedule(
     budget_bytes : int
         Peak not to exceed, fixed bytes included.
     relaxed : bool
-        Solve the linear relaxation only: a bound, polynomial time.
+        Solve the linear relaxation only: a bound, polynomial time, no limit.
     seconds : float
-        Limit on the time of the integer program.
+        Limit on the time of the integer program, making it included. It may be overrun by what
+        it takes to hand the program to the backend, and to end a step of its search.
 
     Returns
     -------
@@ -132,7 +133,7 @@ def best_schedule(
     if relaxed:
         found = _relaxed(replay, step, budget_bytes)
     else:
-        found = _integer(replay, step, budget_bytes, seconds)
+        found = _integer(replay, step, budget_bytes, Deadline.after(seconds))
     return replace(found, solve_seconds=time.perf_counter() - started)
 
 
@@ -147,26 +148,30 @@ def _relaxed(replay: Replay, step: Step, budget_bytes: int) -> Schedule:
     return Schedule(budget_bytes=budget_bytes, status="relaxed", cost=None, bound=bound)
 
 
-def _integer(replay: Replay, step: Step, budget_bytes: int, seconds: float) -> Schedule:
-    program = RematProgram(step, budget_bytes, relaxed=False)
-    run_program(program.model, seconds=seconds, exact=True)
+def _integer(replay: Replay, step: Step, budget_bytes: int, deadline: Deadline) -> Schedule:
+    found = Schedule(
+        budget_bytes=budget_bytes,
+        status="time limit",
+        cost=None,
+        bound=bound(replay.problem, budget_bytes),
+    )
+    try:
+        program = RematProgram(step, budget_bytes, relaxed=False, deadline=deadline)
+    except OutOfTimeError:
+        return found
+    run_program(program.model, seconds=deadline.left(), exact=True)
     if program.model.status == pulp.LpStatusInfeasible:
         raise _infeasible(replay.problem, budget_bytes)
     solutions = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    if program.model.sol_status not in solutions:
-        return replace(_relaxed(replay, step, budget_bytes), status="time limit")
-    runs, cost = program.runs()
-    found = Schedule(
-        budget_bytes=budget_bytes,
-        status="optimal",
-        cost=cost,
-        bound=cost,
-        runs=runs,
-        kept=program.kept(),
-    )
+    if program.model.sol_status in solutions:
+        runs, cost = program.runs()
+        found = replace(found, cost=cost, runs=runs, kept=program.kept())
     if program.model.sol_status == pulp.LpSolutionOptimal:
-        return found
-    return replace(found, status="time limit", bound=_relaxed(replay, step, budget_bytes).bound)
+        assert found.cost is not None
+        return replace(found, status="optimal", bound=found.cost)
+    # The backend's own bound is at least that of the relaxation, with which it begins.
+    proven = program.proven_bound()
+    return found if proven is None else replace(found, bound=max(found.bound, proven))
 
 
 def _infeasible(problem: Problem, budget_bytes: int) -> InfeasibleError:
@@ -187,7 +192,8 @@ def solve(problem: Problem, budget_bytes: int, *, seconds: float = _SECONDS) -> 
     budget_bytes : int
         Peak not to exceed, fixed bytes included.
     seconds : float
-        Limit on the time of the integer program.
+        Limit on all of it: making the program, solving it, and rounding. Where nothing that
+        fits was found by then, the search goes on until something is, which is quick.
 
     Returns
     -------
@@ -219,26 +225,30 @@ def solve(problem: Problem, budget_bytes: int, *, seconds: float = _SECONDS) -> 
     (4, 'optimal')
     """
     started = time.perf_counter()
-    replay = replay_of(problem)
+    replay, deadline = replay_of(problem), Deadline.after(seconds)
     try:
         schedule = best_schedule(problem, budget_bytes, seconds=seconds)
-    except InfeasibleError as error:
-        plan = replace(least_peak(problem), solver="checkmate")
-        require(problem, plan, budget_bytes)
-        raise AssertionError("a plan fits where no schedule does") from error
+    except InfeasibleError:
+        # The least peak is named, and taken where the backend's tolerances hid it.
+        plan = priced(problem, least_peak(problem).regions, "checkmate", budget_bytes, started)
+        return require(problem, plan, budget_bytes)
     best: tuple[Region, ...] | None = None
     for regions in _candidates(replay, schedule):
         fitting = fitted(replay, regions, budget_bytes, _PRICES)
         if fitting is None:
             continue
-        better = tidied(replay, improve(replay, fitting, budget_bytes, _PRICES), budget_bytes)
+        better = improve(replay, fitting, budget_bytes, _PRICES, deadline)
+        better = tidied(replay, better, budget_bytes)
         if best is None or replay.price(better)[1] < replay.price(best)[1]:
             best = better
+    if best is None:
+        # What the error names as the least peak is found when it is then asked for.
+        best = least_peak(problem).regions
     status: Status = "time limit" if schedule.status == "time limit" else "feasible"
-    if best is not None and replay.price(best)[1] <= schedule.bound:
+    if replay.price(best)[1] <= schedule.bound:
         status = "optimal"
-    plan = priced(problem, best or (), "checkmate", budget_bytes, started, status)
-    return require(problem, plan, budget_bytes, least_peak)
+    plan = priced(problem, best, "checkmate", budget_bytes, started, status)
+    return require(problem, plan, budget_bytes)
 
 
 def _candidates(replay: Replay, schedule: Schedule) -> list[tuple[Region, ...]]:

@@ -31,7 +31,8 @@ def solve(problem: Problem, budget_bytes: int, *, seconds: float = _SECONDS) -> 
     budget_bytes : int
         Peak not to exceed, fixed bytes included.
     seconds : float
-        Limit on the time spent solving.
+        Limit on the time spent on the program. Where it leaves no plan, that of ``interval_dp``
+        is taken.
 
     Returns
     -------
@@ -59,21 +60,16 @@ def solve(problem: Problem, budget_bytes: int, *, seconds: float = _SECONDS) -> 
     edges = _edges(replay, budget_bytes, whole)
     program = FlatProgram(replay, budget_bytes, edges)
     regions, solved = program.solve(started + seconds)
-    if regions is None:
-        regions = best_flat(replay, budget_bytes)
-    if regions is None and solved and whole:
-        _refuse(problem, budget_bytes)
     status: Status = "time limit"
     if solved:
-        status = "optimal" if whole else "feasible"
-    plan = priced(problem, regions or (), "ilp", budget_bytes, started, status)
-    return require(problem, plan, budget_bytes, least_flat_peak)
-
-
-def _refuse(problem: Problem, budget_bytes: int) -> None:
-    plan = least_flat_peak(problem)
-    if plan.peak_bytes is not None and plan.peak_bytes > budget_bytes:
-        require(problem, plan, budget_bytes)
+        status = "optimal" if whole and regions is not None else "feasible"
+    if regions is None:
+        regions = best_flat(replay, budget_bytes)
+    if regions is None:
+        # What the error names as the least peak is found when it is then asked for.
+        regions = least_flat_peak(problem).regions
+    plan = priced(problem, regions, "ilp", budget_bytes, started, status)
+    return require(problem, plan, budget_bytes)
 
 
 def _edges(replay: Replay, budget_bytes: int, whole: bool) -> list[int]:

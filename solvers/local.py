@@ -25,9 +25,16 @@ class Deadline:
         """Return the deadline so many seconds from now."""
         return cls(None if seconds is None else time.perf_counter() + seconds)
 
+    def left(self) -> float | None:
+        """Return the seconds that are left, not below 0; ``None`` without end."""
+        return None if self.at is None else max(0.0, self.at - time.perf_counter())
+
     def over(self) -> bool:
         """Tell whether it has passed."""
         return self.at is not None and time.perf_counter() >= self.at
+
+
+WITHOUT_END = Deadline()
 
 
 def improve(
@@ -35,7 +42,7 @@ def improve(
     regions: tuple[Region, ...],
     budget_bytes: int,
     prices: int,
-    deadline: Deadline = Deadline(),
+    deadline: Deadline = WITHOUT_END,
 ) -> tuple[Region, ...]:
     """Return regions that fit and cost no more, after at most ``prices`` calls of the judge.
 

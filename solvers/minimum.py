@@ -15,6 +15,7 @@ from solvers.pricing import priced
 from solvers.problem import Problem
 from solvers.replay import Replay, replay_of
 from solvers.rotor import chain_of
+from solvers.steady import steady
 
 _FLAT_STEPS = 100
 _NESTED_STEPS = 50
@@ -32,7 +33,8 @@ def least_peak(problem: Problem) -> Plan:
     -------
     Plan
         No proof that nothing is lower; ``bounds.peak_bound`` says what cannot be. Found once
-        per problem.
+        per problem, and the same whatever the costs: they may be measured anew before somebody
+        asks for a plan of that peak.
 
     Notes
     -----
@@ -42,22 +44,27 @@ def least_peak(problem: Problem) -> Plan:
     if problem.spans is not None:
         return modules.least_peak(problem)
     started = time.perf_counter()
-    replay = replay_of(problem)
+    replay = replay_of(steady(problem))
     if replay.least is None:
-        known = ((), *candidates(problem), chain_of(replay).least())
+        known = ((), *candidates(replay.problem), chain_of(replay).least())
         start = min(known, key=lambda regions: replay.price(regions))
         flat = lowest(replay, best_flat, start, _FLAT_STEPS)
         replay.least = lowest(replay, best_nested, flat, _NESTED_STEPS)
-    regions = replay.least
-    return priced(problem, regions, "least_peak", replay.price(regions)[0], started)
+    peak = replay.price(replay.least)[0]
+    return priced(problem, replay.least, "least_peak", peak, started)
 
 
 def least_flat_peak(problem: Problem) -> Plan:
-    """Return the plan of least peak that the dynamic program over flat regions finds."""
+    """Return the plan of least peak that the dynamic program over flat regions finds.
+
+    The same whatever the costs, as that of ``least_peak``.
+    """
     started = time.perf_counter()
-    replay = replay_of(problem)
-    regions = lowest(replay, best_flat, (), _FLAT_STEPS)
-    return priced(problem, regions, "interval_dp", replay.price(regions)[0], started)
+    replay = replay_of(steady(problem))
+    if replay.least_flat is None:
+        replay.least_flat = lowest(replay, best_flat, (), _FLAT_STEPS)
+    peak = replay.price(replay.least_flat)[0]
+    return priced(problem, replay.least_flat, "interval_dp", peak, started)
 
 
 def lowest(

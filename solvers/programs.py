@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from functools import cache
 
@@ -36,6 +37,17 @@ def run_program(
     # The CBC that comes with PuLP; its own class for it is about to go.
     path = pulp.PULP_CBC_CMD.pulp_cbc_path
     model.solve(pulp.COIN_CMD(path=path, msg=False, threads=1, **options))
+
+
+def proven_bound(model: pulp.LpProblem) -> float | None:
+    """Return what a program's solution was proven not to go below when its limit was hit.
+
+    None where the backend does not say: CBC does not, nor HiGHS before it has a bound.
+    """
+    if not isinstance(model.solver, pulp.HiGHS):
+        return None
+    found = float(model.solverModel.getInfo().mip_dual_bound)
+    return found if math.isfinite(found) else None
 
 
 @cache

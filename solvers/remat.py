@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pulp
 
+from solvers.local import WITHOUT_END, Deadline
+from solvers.programs import proven_bound
 from solvers.replay import Replay
 
+_SLACK = 1e-6
 Presence = dict[int, pulp.LpVariable]
 
 
@@ -130,7 +134,7 @@ def _forward_turns(replay: Replay, firsts: list[Task], items: frozenset[int]) ->
 
 
 def _backward_turns(replay: Replay, firsts: list[Task], items: frozenset[int]) -> list[Turn]:
-    graph, ops = replay.graph, replay.problem.ops
+    graph = replay.graph
     held = sum(graph.nbytes[s] for s in graph.outputs)
     reached = [i for i in range(graph.size) if graph.reached[i]]
     needed: set[int] = set()
@@ -148,7 +152,7 @@ def _backward_turns(replay: Replay, firsts: list[Task], items: frozenset[int]) -
         useful[i] = frozenset(needed)
     turns = []
     for i in reversed(reached):
-        early = max(0, ops[i].early_backward_bytes)
+        early = max(0, replay.resident.early[i])
         wanted = [
             (s, ~i) if graph.producer[s] == i and ~i in items else (s,)
             for s in graph.saved[i]
@@ -177,6 +181,11 @@ def _label(item: int) -> str:
     return f"own_{~item}" if item < 0 else str(item)
 
 
+def _check(deadline: Deadline) -> None:
+    if deadline.over():
+        raise OutOfTimeError
+
+
 def cells(step: Step) -> int:
     """Return how many (turn, op that may run again, item) there are: the program's size."""
     total = 0
@@ -186,8 +195,14 @@ def cells(step: Step) -> int:
     return total
 
 
+class OutOfTimeError(RuntimeError):
+    """The deadline passed before the program was made."""
+
+
 class RematProgram:
     """The integer program of one step and budget, or its relaxation.
+
+    Making it takes a while too: past ``deadline`` that ends in ``OutOfTimeError``.
 
     Attributes
     ----------
@@ -196,7 +211,14 @@ class RematProgram:
         Whether the task runs at that turn.
     """
 
-    def __init__(self, step: Step, budget_bytes: int, *, relaxed: bool) -> None:
+    def __init__(
+        self,
+        step: Step,
+        budget_bytes: int,
+        *,
+        relaxed: bool,
+        deadline: Deadline = WITHOUT_END,
+    ) -> None:
         self.step = step
         self.budget_bytes = budget_bytes
         self.category = pulp.LpContinuous if relaxed else pulp.LpBinary
@@ -210,13 +232,16 @@ class RematProgram:
         self._total = max(1, sum(first.cost for first in step.firsts)) / 1000
         presence: Presence = {}
         for t, turn in enumerate(step.turns):
+            _check(deadline)
             if turn.backward and not step.turns[t - 1].backward:
                 presence = self._at_loss = self._present("loss", presence, {})
                 self._fit(presence, step.loss_bytes, 0)
                 self._instants.append((t - 1, presence))
             presence = self._add_turn(t, turn, presence)
         for t, alive in self._instants:
+            _check(deadline)
             self._add_totals(t, alive)
+        _check(deadline)
         self.model += pulp.lpSum(x * (task.cost / self._total) for _, task, x in self.again)
         for row in self._rows:
             self.model += row
@@ -305,6 +330,11 @@ class RematProgram:
     def value(self) -> float:
         """Return the cost of the solution, in the problem's unit."""
         return sum(float(x.value()) * task.cost for _, task, x in self.again)
+
+    def proven_bound(self) -> int | None:
+        """Return a cost that the backend has proven to be the least possible, if it says so."""
+        found = proven_bound(self.model)
+        return None if found is None else math.ceil(found * self._total * (1 - _SLACK) - _SLACK)
 
     def runs(self) -> tuple[tuple[tuple[int, int], ...], int]:
         """Return (turn, op) of all that runs again, and what it costs."""

@@ -49,6 +49,8 @@ class Replay:
         self.searches: dict[int, object] = {}
         self.chain: object = None
         self.least: tuple[Region, ...] | None = None
+        self.least_flat: tuple[Region, ...] | None = None
+        self.steady: Problem | None = None
 
     def _forward_levels(self) -> Levels:
         """Return the forward levels when nothing is kept, workspaces aside."""
