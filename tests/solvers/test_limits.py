@@ -17,7 +17,7 @@ from tests.solvers.models import gpt2
 
 @pytest.fixture(scope="module")
 def layer():
-    """One layer of a transformer, which checkmate's program takes minutes for."""
+    """One layer of a transformer, whose program is not solved within the limits below."""
     problem = gpt2(layers=1)
     return problem, problem.fixed_bytes + int(0.8 * simulate(problem, Plan()).activation_peak_bytes)
 
