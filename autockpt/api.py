@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autockpt.batch import checked_batch
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
@@ -128,7 +129,7 @@ def optimize(
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan={plan!r} is a {type(plan).__name__}, not a solvers.Plan.")
     _check_model(model)
-    batch = _check_batch(args, kwargs)
+    batch = checked_batch(args, kwargs)
     handle = Handle(settings, given=plan)
     optimized = adopt(release(clone_module(model)), handle)
     if emit == "modules":
@@ -195,7 +196,7 @@ def minimum_budget(
     check_loss_argument(loss)
     check_reserve(reserve)
     _check_model(model)
-    batch = _check_batch(args, kwargs)
+    batch = checked_batch(args, kwargs)
     clone = release(clone_module(model))
     capture, problem = lower_either(clone, *batch, loss, emit)
     plan = least_peak(problem)
@@ -219,20 +220,6 @@ def _check_model(model: object) -> None:
             f"= ..., as accelerator.prepare does), where it would hide the planned one. Optimize "
             f"first and wrap then; a forward of your own belongs on a class: optimize a subclass."
         )
-
-
-def _check_batch(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(args, (list, tuple)):
-        raise TypeError(
-            f"args is a {type(args).__name__}, not the sequence of the forward's positional "
-            f"arguments: write (x,) for one, and kwargs={{...}} for those with names."
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(
-            f"kwargs is a {type(kwargs).__name__}, not a mapping from names of the forward's "
-            f"arguments to their values."
-        )
-    return tuple(args), dict(kwargs or {})
 
 
 def _anything_trains(model: nn.Module, batch: Any) -> bool:

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
+from autockpt.batch import checked_batch
 from autockpt.capture.clone import clone_module
 from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
@@ -226,8 +227,9 @@ def compare(
     unknown = [name for name in solvers if name not in SOLVERS]
     if unknown:
         raise ValueError(f"There is no solver {unknown[0]!r}. Use some of {', '.join(SOLVERS)}.")
+    batch = checked_batch(args, kwargs)
     clone = release(clone_module(model))
-    _, problem = lower_step(clone, tuple(args), dict(kwargs or {}), loss, cost)
+    _, problem = lower_step(clone, *batch, loss, cost)
     return compare_problem(problem, budgets=budgets, solvers=solvers)
 
 

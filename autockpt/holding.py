@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import nn
 
+from autockpt.batch import checked_batch
 from autockpt.capture import Capture
 from autockpt.capture.clone import clone_module
 from autockpt.layers import file_and_line, layer_pattern, name_together
@@ -21,7 +22,7 @@ from autockpt.lower import op_nodes
 from autockpt.modules.step import lower_either
 from autockpt.report import to_text
 from autockpt.runtime.swap import ATTRIBUTE, is_optimized, release
-from autockpt.settings import Loss
+from autockpt.settings import Emit, Loss
 from autockpt.units import format_bytes
 from solvers.holding import Held, alive_at_peak
 from solvers.plan import Plan
@@ -196,14 +197,17 @@ def profile(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
     plan = Plan()
+    emit: Emit = "auto"
+    batch = checked_batch(args, kwargs)
     if is_optimized(model):
         handle = getattr(model, ATTRIBUTE)
         plan = handle.plan or plan
         loss = handle.settings.loss if loss is None else loss
+        emit = "modules" if handle.over_modules else emit
         if not args and not kwargs and handle.problem is not None:
             return describe(handle.problem, plan)
     clone = release(clone_module(model))
-    capture, problem = lower_either(clone, tuple(args), dict(kwargs or {}), loss)
+    capture, problem = lower_either(clone, *batch, loss, emit)
     return describe(problem, plan, capture)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autockpt.batch import checked_batch
 from autockpt.capture import Template
 from autockpt.capture.calls import version
 from autockpt.capture.externals import attribute_generators
@@ -122,6 +123,8 @@ def measure(
     ------
     ProfileError
         If the device runs out of memory, or its allocator cannot be watched.
+    TypeError, ValueError
+        For arguments that are none.
 
     Examples
     --------
@@ -129,7 +132,11 @@ def measure(
     >>> measure(model, (torch.ones(4, 8),)).fixed_bytes
     704
     """
-    batch = (tuple(args), dict(kwargs or {}))
+    batch = checked_batch(args, kwargs)
+    if gradients not in ("resident", "fresh"):
+        raise ValueError(f"gradients={gradients!r} is neither 'resident' nor 'fresh'.")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats!r}: at least one step has to be timed.")
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     device = device_of(model, tensors)
     step = _Step(model, *batch, loss)

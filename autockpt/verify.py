@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
+from autockpt.batch import checked_batch
 from autockpt.capture.externals import attribute_generators
 from autockpt.capture.paths import format_steps, tensors_within
 from autockpt.report import to_text
@@ -140,7 +141,7 @@ def verify(
     >>> verify(model, model, (torch.randn(4, 8),)).differences
     ()
     """
-    call_args, call_kwargs = tuple(args), dict(kwargs or {})
+    call_args, call_kwargs = checked_batch(args, kwargs)
     models = (plain, optimized)
     with _restored(models, call_args, call_kwargs) as put_back:
         # Gradients are fresh here: None says that no gradient came, and nothing is added to

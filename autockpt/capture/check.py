@@ -205,7 +205,6 @@ def _results(capture: Capture, model: torch.nn.Module, output: Any) -> tuple[tor
     return Template.describe(output)[1]
 
 
-
 def _difference(plain: _Run, ours: _Run) -> str:
     if len(plain.outputs) != len(ours.outputs):
         return f"{len(ours.outputs)} output tensors instead of {len(plain.outputs)}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import autockpt
 from autockpt.verify import Verification, same_bits, verify
 from tests import zoo
 
@@ -207,3 +208,18 @@ def test_bits() -> None:
     assert same_bits(torch.eye(3).to_sparse(), torch.eye(3).to_sparse())
     assert not same_bits(torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse())
     assert same_bits(torch.tensor(True), torch.tensor(True))
+
+
+def test_arguments_that_are_none_are_named() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
+    for call in (
+        lambda: autockpt.measure(model, x),
+        lambda: autockpt.verify(model, model, x),
+        lambda: autockpt.compare(model, x),
+    ):
+        with pytest.raises(TypeError, match=r"args is a Tensor.*write \(x,\)"):
+            call()
+    with pytest.raises(ValueError, match="gradients='foo' is neither"):
+        autockpt.measure(model, (x,), gradients="foo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="repeats=0"):
+        autockpt.measure(model, (x,), repeats=0)
