@@ -552,11 +552,17 @@ def test_batch_norm_counters_do_not_split_the_stream() -> None:
     assert targets(capture)[:6] == ["conv2d", "batch_norm"] * 3
 
 
-def test_explicit_generator_is_pinned() -> None:
-    generator = torch.Generator().manual_seed(0)
+def noisy() -> Fun:
     model = Fun(
-        lambda self, x: self.l(x) + torch.rand(x.shape, generator=generator), l=nn.Linear(16, 16)
+        lambda self, x: self.l(x) + torch.rand(x.shape, generator=self.generator),
+        l=nn.Linear(16, 16),
     )
+    model.generator = torch.Generator().manual_seed(0)
+    return model
+
+
+def test_explicit_generator_is_pinned() -> None:
+    model = noisy()
     capture, _ = record(model, (X(4, 16),))
     assert [n.target.__name__ for n in capture.graph.nodes if n.meta.get("pinned")] == ["rand"]  # type: ignore[union-attr]
 
@@ -876,15 +882,12 @@ def test_weight_written_by_an_embedding_is_restored() -> None:
 
 
 def test_generator_is_put_back() -> None:
-    generator = torch.Generator().manual_seed(0)
-    model = Fun(
-        lambda self, x: self.l(x) + torch.rand(x.shape, generator=generator), l=nn.Linear(16, 16)
-    )
-    state = generator.get_state()
+    model = noisy()
+    state = model.generator.get_state()
     x = X(4, 16)
     capture, _ = record(model, (x,))
     check(capture, model, (x,))
-    assert torch.equal(generator.get_state(), state)
+    assert torch.equal(model.generator.get_state(), state)
 
 
 def test_setting_made_once_stays() -> None:
