@@ -292,6 +292,23 @@ def search_of(replay: Replay, most_ops: int = _ALL_OPS) -> IntervalSearch:
     return found
 
 
+def needs_of(search: IntervalSearch, region: Region) -> int:
+    """Return the peak that a region brings about, above what was kept before it."""
+    tables, replay = search.tables, search.replay
+    profile = replay.profile(region)
+    span = slice(region.start, region.stop)
+    needs = int(tables.region_forward[region.start, region.stop - region.start])
+    for mode in (0, 1):
+        for levels, gradients in (
+            (profile.replay, replay.before[mode]),
+            (profile.instant, replay.instant[mode]),
+            (profile.after, replay.after[mode]),
+        ):
+            needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
+    random = sum(frame.random for frame in profile.frame.walk())
+    return needs + 2 * random * replay.problem.random_state_bytes
+
+
 def best_flat(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
     """Return the cheapest flat regions found that the judge lets pass, or None.
 

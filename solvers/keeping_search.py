@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solvers.graph import Graph
-from solvers.interval_search import IntervalSearch, Segment
+from solvers.interval_search import IntervalSearch, Segment, needs_of
 from solvers.keeping import held_for, keepable_ops
 from solvers.plan import Region
-from solvers.prologue_search import needs_of
 from solvers.replay import Replay
 
 _BEFORE = 32

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from solvers.interval_search import IntervalSearch, Segment, search_of
+from solvers.interval_search import IntervalSearch, Segment, needs_of, search_of
 from solvers.plan import Region
 from solvers.replay import Replay
 
@@ -75,24 +75,12 @@ def _segment(
     if any((child.start, child.stop) == (start, stop) for child in children):
         return None
     region = Region(start=start, stop=stop, children=children)
-    profile = replay.profile(region)
-    span = slice(start, stop)
-    needs = int(tables.region_forward[start, stop - start])
-    for mode in (0, 1):
-        for levels, gradients in (
-            (profile.replay, replay.before[mode]),
-            (profile.instant, replay.instant[mode]),
-            (profile.after, replay.after[mode]),
-        ):
-            needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
-    random = sum(frame.random for frame in profile.frame.walk())
-    states = 2 * random * replay.problem.random_state_bytes
     return Segment(
         start=start,
         region=region,
         keeps=int(tables.region_keeps[start, stop - start]),
-        needs=needs + states,
-        cost=profile.cost,
+        needs=needs_of(search, region),
+        cost=replay.profile(region).cost,
     )
 
 

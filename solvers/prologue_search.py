@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from solvers.graph import defining_ops
-from solvers.interval_search import IntervalSearch, Segment
+from solvers.interval_search import IntervalSearch, Segment, needs_of
 from solvers.plan import Region
 from solvers.problem import Problem
 from solvers.prologue import reads_inside_others, repeatable_ops, unmade_views
@@ -196,20 +196,3 @@ class _Offers:
             needs=max(outside, kept + needs),
             cost=cost,
         )
-
-
-def needs_of(search: IntervalSearch, region: Region) -> int:
-    """Return the peak that a region brings about, above what was kept before it."""
-    tables, replay = search.tables, search.replay
-    profile = replay.profile(region)
-    span = slice(region.start, region.stop)
-    needs = int(tables.region_forward[region.start, region.stop - region.start])
-    for mode in (0, 1):
-        for levels, gradients in (
-            (profile.replay, replay.before[mode]),
-            (profile.instant, replay.instant[mode]),
-            (profile.after, replay.after[mode]),
-        ):
-            needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
-    random = sum(frame.random for frame in profile.frame.walk())
-    return needs + 2 * random * replay.problem.random_state_bytes
