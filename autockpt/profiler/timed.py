@@ -1,8 +1,8 @@
 """Bare runs of an op against the clock.
 
-Run again and again, an op finds all it reads in a cache, and so does what it writes: a GELU of
-7 MB then takes a third of the time that it has in a step, where a matmul takes the same. So the
-caches of a CPU are emptied before each run.
+Run again and again, an op finds all that it reads and writes in a cache, where in a step it does
+not: what moves memory would look too cheap beside what computes. So the caches of a CPU are emptied
+before each run.
 """
 
 from __future__ import annotations
