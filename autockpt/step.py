@@ -108,7 +108,8 @@ def measure(
     Parameters
     ----------
     model : nn.Module
-        Plain or optimized. Its gradients and buffers and the random state are put back.
+        Plain or optimized. Its gradients and buffers and the random state are put back (not a
+        parameter that its forward writes: a copy of all of them may be too much to hold).
     args, kwargs
         The batch. What a forward writes in place is put back before each step and at the end.
     loss : callable, optional

@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from autockpt.batch import checked_batch
+from autockpt.capture.calls import version
 from autockpt.capture.externals import attribute_generators
 from autockpt.capture.paths import format_steps, tensors_within
 from autockpt.report import to_text
@@ -115,10 +116,11 @@ def verify(
 ) -> Verification:
     """Run one real step of both models and compare everything that a step leaves behind.
 
-    Loss, outputs, every gradient (and whether there is one), every buffer, the inputs and the
-    random states after the step are compared to the bit; NaNs with equal bits are equal. Then
-    the peak of a step of each is measured. Gradients, buffers, inputs and random states are put
-    back as they were, so training goes on as if nothing had happened.
+    Loss, outputs, every gradient (and whether there is one), parameters that are written, every
+    buffer, the inputs and the random states after the step are compared to the bit; NaNs with
+    equal bits are equal. Then the peak of a step of each is measured. Parameters, gradients,
+    buffers, inputs and random states are put back as they were, so training goes on as if
+    nothing had happened.
 
     Parameters
     ----------
@@ -175,16 +177,20 @@ def _step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> dict[str, Any]:
     """Run forward and backward; return what they leave behind, by name."""
+    versions = [(parameter, version(parameter)) for parameter in model.parameters()]
     with torch.enable_grad():
         output = model(*args, **kwargs)
         value = loss_of(output, loss)
     value.backward()
+    written = {id(parameter) for parameter, then in versions if version(parameter) != then}
     left: dict[str, Any] = {"loss": value.detach().clone()}
     for steps, tensor in tensors_within(output, objects=True):
         left[f"output{format_steps(steps)}"] = tensor.detach().clone()
     for name, parameter in model.named_parameters():
         # The step owns its gradients: they are dropped, not changed, when state is put back.
         left[f"gradient of {name}"] = parameter.grad
+        if id(parameter) in written:
+            left[f"parameter {name}"] = parameter.detach().clone()
     for name, buffer in model.named_buffers():
         left[f"buffer {name}"] = buffer.detach().clone()
     for name, tensor in _inputs(args, kwargs):
@@ -311,7 +317,9 @@ def _restored(
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    written = {id(t): t for t in [*inputs, *(b for _, _, b in buffers if b is not None)]}
+    held = (b for _, _, b in buffers if b is not None)
+    # Parameters as well: a forward may clamp or move one.
+    written = {id(t): t for t in [*inputs, *held, *parameters.values()]}
     copies = [(tensor, tensor.detach().clone()) for tensor in written.values()]
     generators = [g for model in models for g in attribute_generators(model)]
     states = [(generator, generator.get_state()) for generator in generators]

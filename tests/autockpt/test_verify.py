@@ -130,6 +130,29 @@ def test_names_what_differs(cls: type[nn.Module], names: set[str], batch: tuple[
     assert names <= set(verify(model, sharing(model, cls), batch).differences)
 
 
+class Clamped(Net):
+    """Moves a weight in its forward, as a constraint does."""
+
+    by = 0.9
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.last.weight.mul_(self.by)
+        return super().forward(x)
+
+
+class ClampedMore(Clamped):
+    by = 0.8
+
+
+def test_a_parameter_that_a_forward_writes(batch: tuple[Tensor]) -> None:
+    model = Clamped()
+    before = model.last.weight.detach().clone()
+    assert verify(model, copy.deepcopy(model), batch)
+    assert "parameter last.weight" in verify(model, sharing(model, ClampedMore), batch).differences
+    assert torch.equal(model.last.weight, before)
+
+
 @pytest.mark.parametrize("cls", [Net, WritesInput, DrawsOutside, Checkpointed])
 def test_leaves_no_trace(cls: type[nn.Module], batch: tuple[Tensor]) -> None:
     model = Net()
