@@ -23,8 +23,8 @@ from autockpt.errors import (
     ProfileError,
 )
 from autockpt.lower import lower
-from autockpt.profiler import profile
-from autockpt.profiler.cost import CostChoice
+from autockpt.profiler import device_of, profile
+from autockpt.profiler.cost import CostChoice, cost_name
 from autockpt.progress import progress
 from autockpt.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
@@ -129,6 +129,7 @@ def plan_step(
                 closures=closures,
                 forms=known.forms.get(capture.signature),
             )
+    device = device_of(model, capture.inputs.tensors(args, kwargs))
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
     buckets = bucket_bytes(model)
@@ -144,9 +145,9 @@ def plan_step(
         simulate(problem, plan),
         plain,
         budget=budget,
-        cost=settings.cost if isinstance(settings.cost, str) else "own",
+        cost=cost_name(settings.cost, device.type),
         bound_cost=bound_cost(problem, plan, budget.peak_bytes - settings.reserve),
-        notes=(*capture.notes, *_bucket_notes(buckets)),
+        notes=(*capture.notes, *_bucket_notes(buckets), *_meta_notes(device)),
     )
     return Step(
         capture=capture,
@@ -167,6 +168,15 @@ def _bucket_notes(buckets: int) -> list[str]:
         f"DistributedDataParallel's buckets, a second copy of the gradients, take "
         f"{format_bytes(buckets)} of the budget, and are in no peak here. "
         f"gradient_as_bucket_view=True saves them."
+    ]
+
+
+def _meta_notes(device: torch.device) -> list[str]:
+    if device.type != "meta":
+        return []
+    return [
+        "Planned on meta, where no op shows what it needs while it runs, and attention is the "
+        "composition that writes its scores: where training runs a fused kernel, it takes far less."
     ]
 
 

@@ -31,8 +31,8 @@ from autockpt.pipeline import (
     resolve_budget,
     run_step,
 )
-from autockpt.profiler import profile
-from autockpt.profiler.cost import CostChoice
+from autockpt.profiler import device_of, profile
+from autockpt.profiler.cost import CostChoice, cost_name
 from autockpt.report import Report, make_report
 from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
@@ -266,7 +266,7 @@ def _solved(
         simulate(problem, plan),
         plain,
         budget=budget,
-        cost=settings.cost if isinstance(settings.cost, str) else "own",
+        cost=cost_name(settings.cost, device_of(model, ()).type),
         bound_cost=bound_cost(problem, plan, budget.peak_bytes - settings.reserve),
         notes=(
             *notes,

@@ -22,7 +22,7 @@ from autockpt.capture.paths import read_path
 from autockpt.capture.restore import Trace, untraced
 from autockpt.errors import ProfileError
 from autockpt.meters import Meter, NullMeter, collector_off, meter
-from autockpt.profiler.cost import CostChoice, OpWork, cost_model
+from autockpt.profiler.cost import CostChoice, OpWork, cost_model, cost_on
 from autockpt.profiler.facts import External, OpFacts, Profile
 from autockpt.profiler.layouts import Forms, forms_of, gradient_layouts, layouts_of
 from autockpt.profiler.overhead import region_ns
@@ -72,7 +72,8 @@ def profile(
     inputs = capture.inputs.tensors(args, kwargs)
     device = device_of(model, inputs)
     watch = meter(device)
-    timer = Timer(device) if cost == "time" and device.type != "meta" else None
+    cost = cost_on(cost, device.type)
+    timer = Timer(device) if cost == "time" else None
     with untraced(model, args, kwargs) as trace:
         runner = _Runner(capture, model, watch, cost_model(cost), trace, timer)
         runner.closures = closures or {}

@@ -300,8 +300,13 @@ def test_meta_models_are_planned_without_memory() -> None:
         net = Net(depth=4, width=4096)
         x = torch.randn(2**14, 4096)
     optimized = optimize(net, x)
+    report = optimized.autockpt.report
     assert optimized.autockpt.plan.regions
     assert optimized(x).shape == x.shape
+    # Nothing takes time there: what is asked for by default cannot be had.
+    assert report.cost == "roofline"
+    assert report.recompute_share > 0
+    assert "Planned on meta" in str(report)
 
 
 @given(st.integers(1, 10**11), st.integers(0, 10**9), st.integers(0, 10**7))
