@@ -23,6 +23,7 @@ from solvers.replay import Replay, replay_of
 Regions = tuple[Region, ...]
 
 _ASKED_SHARES = (1.005, 1.01, 1.02)
+_DEARER = (0.5, 0.25)
 _PROLOGUE_SHARES = (1.0, 1.01)
 _PRICES = 800
 _PRICED_OPS = 400_000
@@ -158,16 +159,22 @@ class _Search:
         replay, budget_bytes = self.replay, self.budget_bytes
         yield iter([best_flat(replay, budget_bytes)])
         room = budget_bytes - max(replay.bases)
-        # The tables count a little too much: ask for more than there is, and let go of the
-        # excess.
-        for share in _ASKED_SHARES:
-            regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
-            if regions is not None:
-                yield iter([fitted(replay, regions, budget_bytes, self._prices())])
+        if search_of(replay).is_coarse:
+            yield (best_flat(replay, budget_bytes, dearer=dearer) for dearer in _DEARER)
+        else:
+            yield self._let_go(room)
         yield self._with_prologues(room)
         if replay.graph.size <= _ILP_OPS:
             self.say("flat regions by integer programming")
             yield iter([self._by_program()])
+
+    def _let_go(self, room: int) -> Iterator[Regions | None]:
+        """Yield flat regions for more than there is, as tables count too much, made to fit."""
+        replay, budget_bytes = self.replay, self.budget_bytes
+        for share in _ASKED_SHARES:
+            regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
+            if regions is not None:
+                yield fitted(replay, regions, budget_bytes, self._prices())
 
     def _with_prologues(self, room: int) -> Iterator[Regions | None]:
         """Yield flat regions some of which make inputs again rather than hold them."""
@@ -176,6 +183,9 @@ class _Search:
         self.say("regions with prologues, and with ops that run once")
         joined, apart = (with_prologues(search, joined=joined) for joined in (True, False))
         for offered in (joined, apart, _merged(joined, with_kept(search))):
+            if search.is_coarse:
+                yield best_flat(replay, self.budget_bytes, offered, dearer=0.5) if offered else None
+                continue
             for share in _PROLOGUE_SHARES if offered else ():
                 regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
                 if regions is not None:

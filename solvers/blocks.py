@@ -54,6 +54,36 @@ def _sibling_runs(problem: Problem) -> list[tuple[int, int]]:
     return sorted((start, stop) for start, stop in spans[best].values())
 
 
+def numbered(problem: Problem, longest: int) -> tuple[tuple[int, int], ...]:
+    """Return the ops of numbered modules, the outermost of at most so many ops.
+
+    Parameters
+    ----------
+    problem : Problem
+    longest : int
+
+    Returns
+    -------
+    tuple of (start, stop)
+        Disjoint, in order, edges allowed: of the ``up_blocks.0.attentions.1.blocks.2`` of a UNet
+        the inner ones, where the outer ones are long. A module that runs twice counts as one.
+    """
+    spans: dict[str, list[int]] = {}
+    for index, op in enumerate(problem.ops):
+        parts = op.module.split(".")
+        for depth, part in enumerate(parts):
+            if part.isdigit():
+                span = spans.setdefault(".".join(parts[: depth + 1]), [index, index + 1])
+                span[1] = index + 1
+    found: list[tuple[int, int]] = []
+    outermost_first = sorted((start, -stop) for start, stop in spans.values())
+    for start, negative in outermost_first:
+        run = _allowed(problem, start, -negative)
+        if run[0] < run[1] <= run[0] + longest and not (found and run[0] < found[-1][1]):
+            found.append(run)
+    return tuple(found)
+
+
 def _allowed(problem: Problem, start: int, stop: int) -> tuple[int, int]:
     """Shrink a run until both edges are allowed."""
     while start < stop and not problem.boundaries[start]:

@@ -123,10 +123,27 @@ class IntervalSearch:
             costs=np.concatenate([tables.region_cost[region], none]),
         )
 
-    def run(self, budget_bytes: int, offered: Offered | None = None) -> tuple[Region, ...] | None:
-        """Return the cheapest regions found whose tabulated peak fits, or None."""
-        labels = self.search((budget_bytes,), offered or {})
+    def run(
+        self, budget_bytes: int, offered: Offered | None = None, *, dearer: float = 1.0
+    ) -> tuple[Region, ...] | None:
+        """Return the cheapest regions found whose tabulated peak fits, or None.
+
+        In problems of thousands of ops many a storage is smaller than a bin, and what a region
+        saves by it would be lost: there a byte has a price, `dearer` times the average one.
+        """
+        price = dearer * self.average_price() if self.is_coarse else 0.0
+        labels = self.search((budget_bytes,), offered or {}, price=price)
         return self.regions(labels, self.replay.graph.size)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether a problem is so large that bins are wide beside storages, and judging slow."""
+        return self.replay.graph.size > _ALL_OPS
+
+    def average_price(self) -> float:
+        """Return the cost of a byte where all of a forward's are bought with all of its cost."""
+        replay = self.replay
+        return replay.forward_cost / max(1, replay.price(())[0] - replay.bases[0])
 
     def search(
         self,
@@ -137,6 +154,7 @@ class IntervalSearch:
         *,
         labels: int = _LABELS,
         span_bytes: int | None = None,
+        price: float = 0.0,
     ) -> Labels:
         """Label the positions after ``start`` as if nothing were kept before it.
 
@@ -151,6 +169,8 @@ class IntervalSearch:
             Most labels of a position.
         span_bytes : int, optional
             Kept bytes over which the bins spread; all that a budget has room for by default.
+        price : float
+            Cost of a kept byte, when a bin chooses among labels.
         """
         end = self.replay.graph.size if end is None else end
         limits = np.array(budgets, np.int64)
@@ -173,7 +193,7 @@ class IntervalSearch:
                 edges = self._edges_into(stop)
                 if segments := offered.get(stop):
                     edges = edges.with_segments(segments)
-                _extend(found, stop - start, edges, limits, widths)
+                _extend(found, stop - start, edges, limits, widths, price)
         return found
 
     def regions(
@@ -211,6 +231,7 @@ def _extend(
     edges: _Edges,
     limits: NDArray[np.int64],
     widths: NDArray[np.int64],
+    price: float,
 ) -> None:
     """Give a position its labels, from those of all positions from which an edge leads there."""
     sources = edges.sources - found.start
@@ -232,7 +253,7 @@ def _extend(
     labels = found.kept.shape[2]
     group = fitting // active % len(limits) if len(limits) > 1 else np.zeros_like(fitting)
     bins = np.clip(kept // widths[group], 0, labels - 1) + group * labels
-    chosen = _undominated(kept, cost, bins, (len(limits), labels))
+    chosen = _undominated(kept, cost, bins, (len(limits), labels), price)
     group, label = group[chosen], fitting[chosen] % active
     number = np.bincount(group, minlength=len(limits))
     slot = np.arange(len(chosen)) - np.repeat(np.cumsum(number) - number, number)
@@ -248,19 +269,24 @@ def _undominated(
     cost: NDArray[np.int64],
     bins: NDArray[np.int64],
     shape: tuple[int, int],
+    price: float,
 ) -> NDArray[np.intp]:
     """Return the indices of the labels to go on with, by rising bytes and falling cost."""
-    best = np.full(shape, _UNREACHED, np.int64)
-    np.minimum.at(best.ravel(), bins, cost)
-    falling = np.ones(shape, bool)
-    falling[:, 1:] = best[:, 1:] < np.minimum.accumulate(best, axis=1)[:, :-1]
-    index = np.flatnonzero((cost == best.ravel()[bins]) & falling.ravel()[bins])
+    key = cost + price * kept if price else cost
+    best = np.full(shape, _UNREACHED, key.dtype)
+    np.minimum.at(best.ravel(), bins, key)
+    index = np.flatnonzero(key == best.ravel()[bins])
     order = np.lexsort((index, kept[index], bins[index]))
     index = index[order]
     sorted_bins = bins[index]
     first = np.ones(len(index), bool)
     first[1:] = sorted_bins[1:] != sorted_bins[:-1]
-    chosen: NDArray[np.intp] = index[first]
+    index = index[first]
+    costs = np.full(shape, _UNREACHED, np.int64)
+    costs.ravel()[bins[index]] = cost[index]
+    falling = np.ones(shape, bool)
+    falling[:, 1:] = costs[:, 1:] < np.minimum.accumulate(costs, axis=1)[:, :-1]
+    chosen: NDArray[np.intp] = index[falling.ravel()[bins[index]]]
     return chosen
 
 
@@ -309,7 +335,9 @@ def needs_of(search: IntervalSearch, region: Region) -> int:
     return needs + 2 * random * replay.problem.random_state_bytes
 
 
-def best_flat(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
+def best_flat(
+    replay: Replay, budget_bytes: int, offered: Offered | None = None, *, dearer: float = 1.0
+) -> tuple[Region, ...] | None:
     """Return the cheapest flat regions found that the judge lets pass, or None.
 
     The tables differ from the judge by little; the budget they are asked for is moved until
@@ -318,7 +346,7 @@ def best_flat(replay: Replay, budget_bytes: int) -> tuple[Region, ...] | None:
     search = search_of(replay)
     asked = budget_bytes
     for _ in range(_TRIES):
-        regions = search.run(asked)
+        regions = search.run(asked, offered, dearer=dearer)
         if regions is None:
             return None
         peak, _ = replay.price(regions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solvers.blocks import blocks
+from solvers.blocks import numbered
 from solvers.bounds import peak_bound
 from solvers.interval_search import IntervalSearch, all_positions
 from solvers.intervals import Intervals
@@ -36,7 +36,7 @@ def positions_of(replay: Replay, tables: Intervals, most_ops: int) -> tuple[int,
     if size <= most_ops:
         return all_positions(size)
     kinds: dict[tuple[object, ...], list[Run]] = {}
-    for run in blocks(problem):
+    for run in numbered(problem, tables.reach):
         kinds.setdefault(_fingerprint(problem, run), []).append(run)
     positions = set(range(size + 1))
     for runs in kinds.values():
@@ -77,7 +77,15 @@ def _paying_offsets(replay: Replay, tables: Intervals, stretch: list[Run]) -> It
     low, high = stretch[0][0], min(stretch[-1][1], stretch[0][0] + tables.reach)
     plain = int(tables.plain_keeps[low, high - low])
     search = IntervalSearch(replay, tables, tuple(range(low, high + 1)))
-    labels = search.search(_limits(replay), {}, low, high, labels=_LABELS, span_bytes=plain)
+    labels = search.search(
+        _limits(replay),
+        {},
+        low,
+        high,
+        labels=_LABELS,
+        span_bytes=plain,
+        price=search.average_price(),
+    )
     edges = {low}
     for budget, number in enumerate(labels.count[high - low]):
         kept = labels.kept[high - low, budget, :number]

@@ -302,11 +302,30 @@ def test_no_region_of_auto_is_idle(model, share):
         assert simulate(model, fewer).peak_bytes > budget
 
 
-def test_long_models_are_searched_over_the_edges_of_their_blocks():
-    problem = gpt2(layers=20)
+def _in_stages(problem, layers):
+    """The same layers as members of a few long stages, as those of a UNet are."""
+
+    def renamed(op):
+        parts = op.module.split(".")
+        if parts[:2] != ["transformer", "h"]:
+            return op
+        stage, layer = divmod(int(parts[2]), layers)
+        return replace(op, module=".".join(["stages", str(stage), "h", str(layer), *parts[3:]]))
+
+    return replace(problem, ops=tuple(map(renamed, problem.ops)))
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(20, 1), (40, 2)])
+def test_long_models_are_searched_over_the_edges_of_their_blocks(layers, stages):
+    problem = gpt2(layers=layers)
+    if stages > 1:
+        problem = _in_stages(problem, layers // stages)
+        # One alone is longer than two of the longest runs that are tabulated.
+        outer = [i for i, op in enumerate(problem.ops) if op.module.startswith("stages.0.")]
+        assert outer[-1] - outer[0] > 2 * intervals._REACH
     replay = replay_of(problem)
     positions = search_of(replay).positions
-    assert len(problem.ops) > 800 > 2 * len(positions)
+    assert len(problem.ops) > max(800, 1.6 * len(positions))
     budget = problem.fixed_bytes + simulate(problem, Plan()).activation_peak_bytes // 2
     found = simulate(problem, Plan(regions=best_flat(replay, budget)))
     everywhere = search_of(replay, len(problem.ops))
