@@ -272,4 +272,5 @@ class Recorder(TorchFunctionMode):
 
 
 def _generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    values = (*args, *kwargs.values())
+    return [value for value in values if issubclass(type(value), torch.Generator)]

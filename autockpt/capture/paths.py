@@ -131,7 +131,7 @@ def generators_within(value: Any) -> Iterator[torch.Generator]:
 def _walk(
     value: Any, steps: tuple[Step, ...], objects: bool, seen: set[int]
 ) -> Iterator[tuple[tuple[Step, ...], Any]]:
-    if isinstance(value, (torch.Tensor, torch.Generator)):
+    if isinstance(value, torch.Tensor) or issubclass(type(value), torch.Generator):
         yield steps, value
         return
     if len(steps) > _MAX_DEPTH or id(value) in seen:
@@ -158,7 +158,9 @@ def is_atom(value: object) -> bool:
         value, (bool, int, float, complex, str, bytes, type, torch.nn.Module, torch.dtype)
     ):
         return True
-    return callable(value) or isinstance(value, (torch.device, torch.Generator))
+    # Not isinstance: these classes answer that in Python, and most of what is asked about is
+    # neither.
+    return callable(value) or issubclass(type(value), (torch.device, torch.Generator))
 
 
 def fields_of(value: Any) -> dict[str, Any]:
