@@ -13,6 +13,7 @@ from autockpt.capture.freeze import Freezer, layout_of
 from autockpt.capture.paths import forward_of, is_apart
 from autockpt.capture.snapshot import GLOBAL_HOOKS, Snapshot
 from autockpt.capture.tree import Binding
+from autockpt.modules.parts import whole_class
 
 _TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
 
@@ -100,7 +101,7 @@ def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
             for key, value in vars(module).items()
             if not is_apart(key) and key not in _TENSOR_TABLES
         }
-        found.append((name, type(module), state))
+        found.append((name, whole_class(type(module)), state))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.freeze import layout_of
+from autockpt.modules.parts import whole_class
 
 
 class ModuleKey:
@@ -40,8 +41,12 @@ class ModuleKey:
         return (
             self._ambient == Ambient.current(self._types)
             and self._call == _describe_call(args, kwargs or {})
-            and self._model == _describe_model(model)
+            and self.model_matches(model)
         )
+
+    def model_matches(self, model: nn.Module) -> bool:
+        """Whether any call of the model may need the memory that this one needed."""
+        return self._model == _describe_model(model)
 
     @property
     def device_types(self) -> tuple[str, ...]:
@@ -69,7 +74,7 @@ def _describe(value: Any) -> Any:
 def _describe_model(model: nn.Module) -> tuple[Any, ...]:
     found: list[Any] = []
     for name, module in model.named_modules():
-        found.append((name, type(module), module.training))
+        found.append((name, whole_class(type(module)), module.training))
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.append((parameter.shape, parameter.dtype, parameter.requires_grad))

@@ -19,7 +19,7 @@ from autockpt.capture.restore import RandomState
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install, mark, uninstall
-from autockpt.modules.sharding import refuse_sharded, refuse_spread
+from autockpt.modules.sharding import is_sharded, refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
 from autockpt.report import Report
@@ -267,7 +267,10 @@ class Handle:
         install(module)
         notes = () if reason is None else (f"Regions are calls of modules. {reason}",)
         step = plan_modules(module, args, kwargs, self.settings, known, notes, start)
-        return ModuleEntry(step)
+        entry = ModuleEntry(step)
+        # Its hooks gather parameters: nothing to take into a graph.
+        entry.compiled.breaks |= is_sharded(module)
+        return entry
 
     @_disable_dynamo
     def _fitting(

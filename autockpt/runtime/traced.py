@@ -3,8 +3,10 @@
 Dynamo traces Python, and what decides between planned steps (identities, attributes of all
 modules) is not for tracing. So it is decided once, while tracing, on the real module and the fake
 inputs, and becomes a guard of the compiled code: a change of the module is found at the next call,
-as in eager mode. Where that cannot be had (nothing planned yet, a value that Python asks for, an
-output of an unusual class) Dynamo breaks the graph, and the call is looked up or planned eagerly.
+as in eager mode. What no compiler takes whole in an emitted forward (a value that Python asks for,
+an output of an unusual class) it may take in the model's own Python, which asks no such thing while
+it is traced: that is traced then, with calls of modules as regions. Where neither can be had (nothing
+planned yet, a forward that breaks the graph by itself) the call is looked up or planned eagerly.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch._dynamo.guards import install_guard
 from torch._dynamo.variables.functions import UserFunctionVariable
 
 from autockpt.capture.tree import source_of
+from autockpt.modules.traced import OwnPython
 from autockpt.runtime.entry import Entry
 
 if TYPE_CHECKING:
@@ -31,21 +34,26 @@ class _Unknown(Exception):
     """An argument that tracing does not know by value."""
 
 
-def forward(handle: Handle, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def forward(
+    handle: Handle, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Run a training forward; this function is traced, not run."""
     planned: Any = None
+    own: Any = None
     # Puts a function there where the call is known.
     comptime(_look)
-    if planned is None:
-        return _eagerly(handle, module, args, kwargs)
-    return planned(module, args, kwargs)
+    if planned is not None:
+        return planned(module, args, kwargs)
+    if own is not None:
+        return own(plain, module, args, kwargs)
+    return _eagerly(handle, module, args, kwargs)
 
 
 @torch._dynamo.disable(  # type: ignore[untyped-decorator]
     recursive=False,
     reason="autockpt plans a step on real tensors before it can be traced: for fullgraph=True give "
     "optimize() a batch, or call the optimized model once before it is compiled. A forward that "
-    "asks a tensor for a value in Python is never one graph",
+    "is no single graph without autockpt is none with it",
 )
 def _eagerly(handle: Handle, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return handle.run(module, args, kwargs)
@@ -65,10 +73,15 @@ def _look(context: Any) -> None:
         # The call plans it; the next one is traced again.
         count = len(handle._entries)
         _guard(source, lambda _: len(handle._entries) == count)
-    planned = None if entry is None else _planned(entry, args, kwargs)
+        return
+    planned = _planned(entry, args, kwargs)
     if planned is not None:
         here["planned"] = UserFunctionVariable(planned)
-        _guard(source, entry.step.capture.key.model_matches)
+    elif not entry.compiled.breaks:
+        here["own"] = OwnPython.of(module, entry.compiled)
+    else:
+        return
+    _guard(source, entry.step.capture.key.model_matches)
 
 
 def _known(variable: Any) -> Any:
