@@ -8,6 +8,7 @@ the plan holds.
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,9 +57,11 @@ class _Tracing:
 class OwnPython(UserFunctionVariable):
     """What Dynamo takes for a root's own forward; its modules ask here what they are."""
 
-    _nonvar_fields = {*UserFunctionVariable._nonvar_fields, "tracing"}
+    # Dynamo looks for variables of its own in all other attributes.
+    _nonvar_fields = {*UserFunctionVariable._nonvar_fields, "tracing"}  # noqa: RUF012
 
     def __init__(self, tracing: _Tracing, **options: Any) -> None:
+        assert isinstance(own_python, types.FunctionType)
         super().__init__(own_python, **options)
         self.tracing = tracing
 
@@ -74,7 +77,8 @@ class OwnPython(UserFunctionVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         """Trace the forward; note what cannot be traced, so that another way is taken."""
-        tracing = self.tracing
+        tracing, log = self.tracing, tx.speculation_log
+        start = log.index
         try:
             with _asked(tracing):
                 result = super().call_function(tx, args, kwargs)
@@ -83,12 +87,14 @@ class OwnPython(UserFunctionVariable):
                 tracing.compiled.breaks = True
                 raise
             # It may be that only a checkpoint does not take it: then the next trace gets through.
-            tracing.compiled.exclude(tracing.inside)
-            raise RestartAnalysis(restart_reason=f"autockpt: {reason}") from reason
-        if tracing.compiled.probing:
-            tracing.compiled.probing = False
-            raise RestartAnalysis(restart_reason="autockpt: other modules are regions")
-        return result
+            tracing.compiled.exclude(tracing.inside, str(reason).partition("\n")[0])
+        else:
+            if not tracing.compiled.probing:
+                return result
+            tracing.compiled.probed()
+        # Dynamo expects to meet again what it met before, as far as that was.
+        del log.entries[start:]
+        raise RestartAnalysis(restart_reason="autockpt: other modules are regions")
 
 
 def own_python(

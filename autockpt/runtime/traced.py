@@ -4,9 +4,10 @@ Dynamo traces Python, and what decides between planned steps (identities, attrib
 modules) is not for tracing. So it is decided once, while tracing, on the real module and the fake
 inputs, and becomes a guard of the compiled code: a change of the module is found at the next call,
 as in eager mode. What no compiler takes whole in an emitted forward (a value that Python asks for,
-an output of an unusual class) it may take in the model's own Python, which asks no such thing while
-it is traced: that is traced then, with calls of modules as regions. Where neither can be had (nothing
-planned yet, a forward that breaks the graph by itself) the call is looked up or planned eagerly.
+an output of an unusual class) it may take in the model's own Python, which often asks no such thing
+while it is traced: that is traced then, with calls of modules as regions. Where neither can be had
+(nothing planned yet, a forward that breaks the graph by itself) Dynamo breaks the graph, and the
+call is looked up or planned eagerly.
 """
 
 from __future__ import annotations
