@@ -44,6 +44,7 @@ class Key:
         self._model = _describe_model(model)
         self._tensors = _describe_tensors(model)
         self._fast = Snapshot(model)
+        self._token: object | None = None
 
     @classmethod
     def take(
@@ -53,9 +54,20 @@ class Key:
         return cls(model, args, kwargs or {})
 
     def matches(
-        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        model: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        token: object | None = None,
     ) -> bool:
         """Whether the capture holds for this call of `model`.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+        args, kwargs : sequence, mapping
+        token : object, optional
+            Of ``Untouched``, for this model now.
 
         Returns
         -------
@@ -66,7 +78,11 @@ class Key:
             return False
         if self._call != _describe_call(self._binding, model, args, kwargs or {}):
             return False
-        return self.model_matches(model)
+        if token is not None and token is self._token:
+            return True
+        matches = self.model_matches(model)
+        self._token = token if matches else None
+        return matches
 
     def model_matches(self, model: torch.nn.Module) -> bool:
         """Whether the capture holds for `model`, whatever it is called with."""

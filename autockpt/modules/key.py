@@ -26,6 +26,7 @@ class ModuleKey:
         self._ambient = Ambient.current(self._types)
         self._call = _describe_call(args, kwargs)
         self._model = _describe_model(model)
+        self._token: object | None = None
 
     @classmethod
     def take(
@@ -35,14 +36,22 @@ class ModuleKey:
         return cls(model, args, kwargs or {})
 
     def matches(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        token: object | None = None,
     ) -> bool:
-        """Whether a call needs the memory that this one needed."""
-        return (
-            self._ambient == Ambient.current(self._types)
-            and self._call == _describe_call(args, kwargs or {})
-            and self.model_matches(model)
-        )
+        """Whether a call needs the memory that this one needed; `token` is as for ``Key``."""
+        if self._ambient != Ambient.current(self._types):
+            return False
+        if self._call != _describe_call(args, kwargs or {}):
+            return False
+        if token is not None and token is self._token:
+            return True
+        matches = self.model_matches(model)
+        self._token = token if matches else None
+        return matches
 
     def model_matches(self, model: nn.Module) -> bool:
         """Whether any call of the model may need the memory that this one needed."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import RestartAnalysis, Unsupported
-from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
 
 from autockpt.modules.parts import Forward, install, region_of
@@ -120,6 +120,9 @@ def _enter(context: Any) -> None:
     here = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
     if tracing is not None and tracing.enters(here["module"].realize().value):
         here["region"] = ConstantVariable.create(True)
+        # A number that varies must be known outside the checkpoint before it is read inside.
+        for given in ("args", "kwargs"):
+            here[given] = LazyVariableTracker.realize_all(here[given])
 
 
 def _leave(_: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.paths import forward_of
 from autockpt.capture.restore import RandomState
+from autockpt.capture.untouched import Untouched
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install, mark, uninstall
@@ -73,6 +74,7 @@ class Handle:
         self._budget = budget
         # The entry used last comes first. Replaced, never changed: readers take no lock.
         self._entries: tuple[Entry | ModuleEntry, ...] = ()
+        self._untouched = Untouched()
         self._idle_misses = 0
         self._misses = 0
         self._evicted = False
@@ -281,10 +283,11 @@ class Handle:
         tried: Sequence[Entry | ModuleEntry],
     ) -> Entry | ModuleEntry | None:
         buckets = bucket_bytes(module)
+        token = self._untouched.token(module) if self._entries else None
         for entry in self._entries:
             if entry.step.bucket_bytes != buckets or entry in tried:
                 continue
-            if entry.step.capture.key.matches(module, args, kwargs):
+            if entry.step.capture.key.matches(module, args, kwargs, token):
                 return entry
         return None
 

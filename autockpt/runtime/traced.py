@@ -13,6 +13,7 @@ call is looked up or planned eagerly.
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +73,7 @@ def _look(context: Any) -> None:
     entry = handle._fitting(module, args, kwargs, ())
     if entry is None:
         # The call plans it; the next one is traced again.
-        count = len(handle._entries)
-        _guard(source, lambda _: len(handle._entries) == count)
+        _guard(source, _as_many_entries(handle))
         return
     planned = _planned(entry, args, kwargs)
     if planned is not None:
@@ -83,6 +83,17 @@ def _look(context: Any) -> None:
     else:
         return
     _guard(source, entry.step.capture.key.model_matches)
+
+
+def _as_many_entries(handle: Handle) -> Callable[[nn.Module], bool]:
+    """Make a guard that fails when a step was planned; it lives longer than the model may."""
+    count, reference = len(handle._entries), weakref.ref(handle)
+
+    def holds(_: nn.Module) -> bool:
+        now = reference()
+        return now is not None and len(now._entries) == count
+
+    return holds
 
 
 def _known(variable: Any) -> Any:
