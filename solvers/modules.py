@@ -30,6 +30,7 @@ def solve(
     *,
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
+    nested: bool = True,
 ) -> Plan:
     """Return the cheapest set of module calls found that fits when they run under ``checkpoint``.
 
@@ -41,6 +42,8 @@ def solve(
         Peak not to exceed, fixed bytes included.
     seconds, progress
         As for ``auto``.
+    nested : bool
+        Whether regions may lie in regions.
 
     Returns
     -------
@@ -58,14 +61,15 @@ def solve(
     of single modules. Every step is judged by ``simulate``'s price. Deterministic as long as
     the limit is not hit.
     """
-    search = _Search(replay_of(problem), budget_bytes, Deadline.after(seconds), progress)
+    limit = Deadline.after(seconds)
+    search = _Search(replay_of(problem), budget_bytes, limit, progress, nested)
     if search.price(frozenset())[0] <= budget_bytes:
         return priced(problem, (), "auto", budget_bytes, search.started, "optimal")
     search.run()
     regions = search.regions(search.best)
     if search.price(search.best)[0] > budget_bytes:
         search.say("the least peak")
-        regions = least_peak(problem).regions
+        regions = least_peak(problem, nested=nested).regions
     plan = priced(problem, regions, "auto", budget_bytes, search.started)
     require(problem, plan, budget_bytes)
     cost = search.replay.price(regions)[1]
@@ -75,15 +79,20 @@ def solve(
     return priced(problem, regions, "auto", budget_bytes, search.started, status)
 
 
-def least_peak(problem: Problem) -> Plan:
+def least_peak(problem: Problem, *, nested: bool = True) -> Plan:
     """Return the set of module calls of least peak that was found; the same whatever the costs."""
     replay = replay_of(steady(problem))
-    search = _Search(replay, 0, Deadline(), None)
-    if replay.least is None:
+    search = _Search(replay, 0, Deadline(), None, nested)
+    found = replay.least if nested else replay.least_flat
+    if found is None:
         search.run()
-        replay.least = search.regions(search.best)
-    peak = replay.price(replay.least)[0]
-    return priced(problem, replay.least, "least_peak", peak, search.started)
+        found = search.regions(search.best)
+        if nested:
+            replay.least = found
+        else:
+            replay.least_flat = found
+    peak = replay.price(found)[0]
+    return priced(problem, found, "least_peak", peak, search.started)
 
 
 @dataclass(slots=True)
@@ -92,6 +101,7 @@ class _Search:
     budget_bytes: int
     deadline: Deadline
     progress: Callable[[str], None] | None
+    nested: bool = True
     started: float = field(default_factory=time.perf_counter)
     best: Chosen = frozenset()
     spans: tuple[Span, ...] = ()
@@ -141,7 +151,12 @@ class _Search:
             span = self.spans[order[at]]
             children, at = self._nest(order, at + 1, span.stop)
             made.append(
-                Region(start=span.start, stop=span.stop, children=children, module=span.name)
+                Region(
+                    start=span.start,
+                    stop=span.stop,
+                    children=children if self.nested else (),
+                    module=span.name,
+                )
             )
         return tuple(made), at
 

@@ -26,7 +26,8 @@ the user's frame), ``ambient`` (an ``Ambient``), ``stage`` (``"model"`` or ``"lo
 ``draws`` (whether the call moved a default generator of torch when it was recorded),
 ``tensors`` (a tuple of ``TensorMeta`` of the tensors it returned, nested results flattened in
 order), ``writes`` (the tuple of argument nodes whose storage it writes in place),
-``wants`` (the tuple of argument nodes whose tensor required grad when it was called).
+``wants`` (the tuple of argument nodes whose tensor required grad when it was called),
+``calls`` (numbers of the module calls under way, outermost first).
 Placeholders and get_attr nodes carry ``tensors`` with one entry too.
 """
 
@@ -79,6 +80,8 @@ class Capture:
         ``left``, the pair of it and the tuple of the values that are left.
     left : tuple of (str, str)
         Attributes in which the forward leaves results, as module path and name.
+    calls : tuple of str
+        The calls of modules in order, named as in ``Span.name``.
     key : object
         ``capture.key.Key``: what must be unchanged for this capture to be valid.
     ambient : object
@@ -101,3 +104,4 @@ class Capture:
     notes: tuple[str, ...] = field(default=())
     writes: tuple[str, ...] = field(default=())
     left: tuple[tuple[str, str], ...] = field(default=())
+    calls: tuple[str, ...] = field(default=())

@@ -70,6 +70,7 @@ def _move_counters(graph: fx.Graph, model: torch.nn.Module) -> None:
         if not others.intersection(_storage(n, model) for n in sources):
             for moved in (*sources, node):
                 end.prepend(moved)
+                moved.meta["calls"] = ()
 
 
 def _is_counter(node: fx.Node) -> bool:

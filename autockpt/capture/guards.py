@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 
 class GuardMiss(Exception):
@@ -34,6 +35,8 @@ class GuardMiss(Exception):
         self.expected = expected
 
 
+# A compiler would break the graph in here, and in each frame around it: so it does it once.
+@_disable_dynamo
 def expect(kind: str, value: Any, expected: Any) -> None:
     """Ask a tensor for a value and compare it with the recorded answer.
 

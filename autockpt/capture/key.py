@@ -13,6 +13,7 @@ from autockpt.capture.freeze import Freezer, layout_of
 from autockpt.capture.paths import forward_of, is_apart
 from autockpt.capture.snapshot import GLOBAL_HOOKS, Snapshot
 from autockpt.capture.tree import Binding
+from autockpt.modules.parts import whole_class
 
 _TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
 
@@ -43,6 +44,7 @@ class Key:
         self._model = _describe_model(model)
         self._tensors = _describe_tensors(model)
         self._fast = Snapshot(model)
+        self._token: object | None = None
 
     @classmethod
     def take(
@@ -52,9 +54,20 @@ class Key:
         return cls(model, args, kwargs or {})
 
     def matches(
-        self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        model: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        token: object | None = None,
     ) -> bool:
         """Whether the capture holds for this call of `model`.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+        args, kwargs : sequence, mapping
+        token : object, optional
+            Of ``Untouched``, for this model now.
 
         Returns
         -------
@@ -65,7 +78,11 @@ class Key:
             return False
         if self._call != _describe_call(self._binding, model, args, kwargs or {}):
             return False
-        return self.model_matches(model)
+        if token is not None and token is self._token:
+            return True
+        matches = self.model_matches(model)
+        self._token = token if matches else None
+        return matches
 
     def model_matches(self, model: torch.nn.Module) -> bool:
         """Whether the capture holds for `model`, whatever it is called with."""
@@ -100,7 +117,7 @@ def _describe_model(model: torch.nn.Module) -> tuple[Any, ...]:
             for key, value in vars(module).items()
             if not is_apart(key) and key not in _TENSOR_TABLES
         }
-        found.append((name, type(module), state))
+        found.append((name, whole_class(type(module)), state))
     return tuple(found)
 
 

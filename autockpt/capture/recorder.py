@@ -132,6 +132,7 @@ def _record(
         notes=tuple(stream.notes),
         writes=trace.written(model),
         left=tuple((str(change.module), change.name) for change in changes),
+        calls=tuple(stream.called),
     )
     outputs = tuple(tensor.detach() for tensor in tensors)
     return capture, Recorded(outputs=outputs, loss=scalar.detach(), closures=stream.closures)

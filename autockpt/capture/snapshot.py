@@ -47,7 +47,7 @@ class _Level:
         inside: list[Any] = []
         for index in self.nested:
             value = values[index]
-            inside += value.values() if type(value) in _DICTS else _values_in(value)
+            inside += value.values() if type(value) in _DICTS else values_in(value)
         return inside
 
 
@@ -102,14 +102,14 @@ class Snapshot:
             self._hold(value)
             if isinstance(value, torch.Tensor):
                 level.tensors.append(index)
-            elif id(value) not in seen and _is_nested(value, depth):
+            elif id(value) not in seen and is_nested(value, depth):
                 seen.add(id(value))
-                inner = _values_in(value)
+                inner = values_in(value)
                 if inner:
                     level.nested.append(index)
-                    deeper = depth if isinstance(value, _CONTAINERS) else max(depth, 1)
+                    deeper = depth if isinstance(value, CONTAINERS) else max(depth, 1)
                     below += [deeper + 1] * len(inner)
-                elif isinstance(value, _CONTAINERS):
+                elif isinstance(value, CONTAINERS):
                     self._empty.append(value)
         level.classes = [type(values[index]) for index in level.nested]
         level.layouts = _layouts([values[index] for index in level.tensors])
@@ -117,7 +117,7 @@ class Snapshot:
         return level.next(values), below
 
     def _hold(self, value: Any) -> None:
-        if id(value) in self._held or isinstance(value, _CONTAINERS):
+        if id(value) in self._held or isinstance(value, CONTAINERS):
             return
         try:
             self._held[id(value)] = weakref.ref(value, self._gone.append)
@@ -125,11 +125,12 @@ class Snapshot:
             self._held[id(value)] = value
 
 
-def _is_nested(value: Any, depth: int) -> bool:
+def is_nested(value: Any, depth: int) -> bool:
+    """Whether a key looks into a value, so far down."""
     if depth > _MAX_DEPTH:
         return False
     # As a key does: other objects count one level deep.
-    return isinstance(value, _CONTAINERS) or (depth <= 1 and not is_atom(value))
+    return isinstance(value, CONTAINERS) or (depth <= 1 and not is_atom(value))
 
 
 _Layouts = tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]
@@ -148,14 +149,15 @@ def _layouts(tensors: list[torch.Tensor]) -> _Layouts:
     )
 
 
-_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _DICTS = (dict, OrderedDict)
 
 
-def _values_in(value: Any) -> list[Any]:
+def values_in(value: Any) -> list[Any]:
+    """Give the items of a container, the attributes of an object."""
     if isinstance(value, dict):
         return list(dict.values(value))
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return list(value)
     space = getattr(value, "__dict__", None)
     return list((space if isinstance(space, dict) else fields_of(value)).values())

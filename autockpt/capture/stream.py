@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import getitem as _getitem
@@ -68,7 +69,11 @@ class Stream:
         self.graph = fx.Graph()
         self.lenient = lenient
         # Numbers of the module calls that are under way, and of those that must not run again.
+        # A lenient recording is told by its caller, another one counts by itself.
         self.calls: list[int] = []
+        self.called: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._numbered: list[bool] = []
         # Where tensors died: the node that made one, the last op by then, the calls under way.
         self.deaths: list[tuple[fx.Node, fx.Node, tuple[int, ...]]] = []
         self._last: fx.Node | None = None
@@ -102,13 +107,22 @@ class Stream:
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """Follow the path of modules; one that is not in the model counts as its caller's."""
-        self.modules.append(self._names.get(id(module), self.module))
+        path = self._names.get(id(module))
+        self.modules.append(self.module if path is None else path)
+        self._numbered.append(path is not None and not self.lenient)
+        if path is not None and not self.lenient:
+            number = self._counts[path]
+            self._counts[path] += 1
+            self.calls.append(len(self.called))
+            self.called.append(f"{path}:{number}" if number else path)
 
     def leave_module(self) -> None:
         """Return to the calling module."""
         if not self.drawn_in and not self._random.python_is_same():
             self.drawn_in = f"'{self.module}'"
         self.modules.pop()
+        if self._numbered.pop():
+            self.calls.pop()
 
     def note(self, text: str) -> None:
         """Remember a remark for the report, once."""

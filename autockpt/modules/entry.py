@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch._compile import _disable_dynamo
 
 from autockpt.capture.restore import RandomState
+from autockpt.modules.compiled import Compiled
 from autockpt.modules.observe import plain_forward
 from autockpt.modules.parts import Caller, exchange
 from autockpt.modules.run import Run
@@ -27,14 +28,20 @@ class ModuleEntry:
         The most calls of modules in one forward that the plan knows of.
     fuller : RandomState or None
         What a forward found that made more.
+    compiled : Compiled
+        What a compiler makes of it that takes the whole forward as one graph.
     """
 
     step: ModuleStep
     most: int = 0
     fuller: RandomState | None = None
+    compiled: Compiled = field(init=False)
 
     def __post_init__(self) -> None:
         self.most = sum(self.step.regions.counts.values())
+        step = self.step
+        # Modules that were not called have no place in its problem.
+        self.compiled = Compiled(step.capture, step.problem, step.plan, breaks=step.uncalled)
 
     @_disable_dynamo(recursive=False)
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.freeze import layout_of
+from autockpt.modules.parts import whole_class
 
 
 class ModuleKey:
@@ -25,6 +26,7 @@ class ModuleKey:
         self._ambient = Ambient.current(self._types)
         self._call = _describe_call(args, kwargs)
         self._model = _describe_model(model)
+        self._token: object | None = None
 
     @classmethod
     def take(
@@ -34,14 +36,26 @@ class ModuleKey:
         return cls(model, args, kwargs or {})
 
     def matches(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        token: object | None = None,
     ) -> bool:
-        """Whether a call needs the memory that this one needed."""
-        return (
-            self._ambient == Ambient.current(self._types)
-            and self._call == _describe_call(args, kwargs or {})
-            and self._model == _describe_model(model)
-        )
+        """Whether a call needs the memory that this one needed; `token` is as for ``Key``."""
+        if self._ambient != Ambient.current(self._types):
+            return False
+        if self._call != _describe_call(args, kwargs or {}):
+            return False
+        if token is not None and token is self._token:
+            return True
+        matches = self.model_matches(model)
+        self._token = token if matches else None
+        return matches
+
+    def model_matches(self, model: nn.Module) -> bool:
+        """Whether any call of the model may need the memory that this one needed."""
+        return self._model == _describe_model(model)
 
     @property
     def device_types(self) -> tuple[str, ...]:
@@ -69,7 +83,7 @@ def _describe(value: Any) -> Any:
 def _describe_model(model: nn.Module) -> tuple[Any, ...]:
     found: list[Any] = []
     for name, module in model.named_modules():
-        found.append((name, type(module), module.training))
+        found.append((name, whole_class(type(module)), module.training))
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.append((parameter.shape, parameter.dtype, parameter.requires_grad))

@@ -51,14 +51,23 @@ def exchange(caller: Caller | None) -> Caller | None:
     return before
 
 
-def install(root: nn.Module) -> None:
-    """Give every submodule a class that asks the caller; the root keeps its own."""
+def install(root: nn.Module) -> bool:
+    """Give every submodule a class that asks the caller; the root keeps its own.
+
+    Returns
+    -------
+    bool
+        Whether one had another class.
+    """
+    changed = False
     for module in root.modules():
         cls = type(module)
         # A class that was made on top of ours (FSDP's) asks as well.
         if module is root or hasattr(cls, _MARK) or cls.forward is nn.Module.forward:
             continue
         _set_class(module, part_class(cls))
+        changed = True
+    return changed
 
 
 def uninstall(root: nn.Module) -> None:
@@ -78,6 +87,14 @@ def mark(root: nn.Module, paths: Container[str]) -> None:
             vars(module)[REGION] = True
         else:
             vars(module).pop(REGION, None)
+
+
+def region_of(
+    plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a call as a checkpoint of the compiler, which traces this."""
+    call = functools.partial(plain, module)
+    return torch_checkpoint.checkpoint(call, *args, use_reentrant=False, **kwargs)
 
 
 def is_part(module: nn.Module) -> bool:
@@ -105,9 +122,15 @@ def _make_class(whole: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if getattr(self, REGION) and torch.is_grad_enabled():
-                call = functools.partial(plain, self)
-                return torch_checkpoint.checkpoint(call, *args, use_reentrant=False, **kwargs)
+            if not torch.is_grad_enabled():
+                return plain(self, *args, **kwargs)
+            if getattr(self, REGION):
+                return region_of(plain, self, args, kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                # It needs all of Dynamo, which takes longer to import than torch.
+                from autockpt.modules.traced import part
+
+                return part(plain, self, args, kwargs)
             return plain(self, *args, **kwargs)
         caller: Caller | None = getattr(_local, "caller", None)
         if caller is None:

@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx, nn
 
+from autockpt.capture import Capture
 from autockpt.capture.calls import STATISTICS
 from autockpt.lower import op_nodes
 from autockpt.modules.observe import Observation, neighbour
 from autockpt.modules.run import Regions
 from autockpt.modules.state import Effects
+from autockpt.rewrite import is_guard
 from solvers.plan import Plan
 from solvers.problem import Problem, Span
 
 
 def with_spans(problem: Problem, observed: Observation) -> Problem:
+    """Name the module calls that may run again, of a forward that was looked at."""
+    calls = {i: call.name for i, call in enumerate(observed.calls) if i not in observed.forbidden}
+    return _with_spans(problem, op_nodes(observed.capture.graph), calls)
+
+
+def compiled_spans(problem: Problem, capture: Capture) -> Problem:
+    """Name the module calls that a compiler may run again, of a forward that was recorded.
+
+    A guard is no op there: the compiler asks no tensor, or breaks the graph.
+    """
+    nodes = op_nodes(capture.graph)
+    ops = (
+        replace(op, pinned=False) if is_guard(node) else op
+        for op, node in zip(problem.ops, nodes, strict=True)
+    )
+    calls = {i: name for i, name in enumerate(capture.calls) if name.partition(":")[0]}
+    return _with_spans(replace(problem, ops=tuple(ops)), nodes, calls)
+
+
+def _with_spans(problem: Problem, nodes: Sequence[fx.Node], calls: Mapping[int, str]) -> Problem:
     """Name the module calls that may run again.
 
     Left out are calls that save nothing, that hold an op which must not run again, that begin
     between an op and another that writes its result in place, and all but the outermost of
     those that hold the same ops.
     """
-    ranges = _ranges(op_nodes(observed.capture.graph))
     spans: dict[tuple[int, int], Span] = {}
-    for index, (start, stop) in sorted(ranges.items()):
+    for index, (start, stop) in sorted(_ranges(nodes).items()):
         inside = problem.ops[start:stop]
         wrong = (
-            index in observed.forbidden
+            index not in calls
             or not problem.boundaries[start]
             or any(op.pinned for op in inside)
             or not any(op.packs or op.saved for op in inside)
         )
         if not wrong:
-            name = observed.calls[index].name
-            spans.setdefault((start, stop), Span(name=name, start=start, stop=stop))
+            spans.setdefault((start, stop), Span(name=calls[index], start=start, stop=stop))
     ordered = sorted(spans.values(), key=lambda span: (span.start, -span.stop))
     return replace(
         problem,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,20 +15,27 @@ from autockpt.capture.guards import GuardMiss
 from autockpt.capture.paths import read_path
 from autockpt.capture.restore import put_back
 from autockpt.lower import op_nodes
+from autockpt.modules.compiled import Compiled
 from autockpt.pipeline import Step
 from autockpt.rewrite import is_guard
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A planned step, and how it is called.
 
     Attributes
     ----------
     step : Step
+    compiled : Compiled
+        What a compiler makes of it that does not take the emitted forward.
     """
 
     step: Step
+    compiled: Compiled = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compiled = Compiled(self.step.capture, self.step.problem, self.step.plan)
 
     @_disable_dynamo(recursive=False)
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

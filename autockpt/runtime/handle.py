@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.paths import forward_of
 from autockpt.capture.restore import RandomState
+from autockpt.capture.untouched import Untouched
 from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install, mark, uninstall
-from autockpt.modules.sharding import refuse_sharded, refuse_spread
+from autockpt.modules.sharding import is_sharded, refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
 from autockpt.report import Report
@@ -73,6 +74,7 @@ class Handle:
         self._budget = budget
         # The entry used last comes first. Replaced, never changed: readers take no lock.
         self._entries: tuple[Entry | ModuleEntry, ...] = ()
+        self._untouched = Untouched()
         self._idle_misses = 0
         self._misses = 0
         self._evicted = False
@@ -267,7 +269,10 @@ class Handle:
         install(module)
         notes = () if reason is None else (f"Regions are calls of modules. {reason}",)
         step = plan_modules(module, args, kwargs, self.settings, known, notes, start)
-        return ModuleEntry(step)
+        entry = ModuleEntry(step)
+        # Its hooks gather parameters: nothing to take into a graph.
+        entry.compiled.breaks |= is_sharded(module)
+        return entry
 
     @_disable_dynamo
     def _fitting(
@@ -278,10 +283,11 @@ class Handle:
         tried: Sequence[Entry | ModuleEntry],
     ) -> Entry | ModuleEntry | None:
         buckets = bucket_bytes(module)
+        token = self._untouched.token(module) if self._entries else None
         for entry in self._entries:
             if entry.step.bucket_bytes != buckets or entry in tried:
                 continue
-            if entry.step.capture.key.matches(module, args, kwargs):
+            if entry.step.capture.key.matches(module, args, kwargs, token):
                 return entry
         return None
 

@@ -77,7 +77,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
             # It needs all of Dynamo, which takes longer to import than torch.
             from autockpt.runtime.traced import forward as traced
 
-            return traced(handle, self, args, kwargs)
+            return traced(handle, self, plain, args, kwargs)
         return handle.run(self, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -3,13 +3,17 @@
 Dynamo traces Python, and what decides between planned steps (identities, attributes of all
 modules) is not for tracing. So it is decided once, while tracing, on the real module and the fake
 inputs, and becomes a guard of the compiled code: a change of the module is found at the next call,
-as in eager mode. Where that cannot be had (nothing planned yet, a value that Python asks for, an
-output of an unusual class) Dynamo breaks the graph, and the call is looked up or planned eagerly.
+as in eager mode. What no compiler takes whole in an emitted forward (a value that Python asks for,
+an output of an unusual class) it may take in the model's own Python, which often asks no such thing
+while it is traced: that is traced then, with calls of modules as regions. Where neither can be had
+(nothing planned yet, a forward that breaks the graph by itself) Dynamo breaks the graph, and the
+call is looked up or planned eagerly.
 """
 
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,7 @@ from torch._dynamo.guards import install_guard
 from torch._dynamo.variables.functions import UserFunctionVariable
 
 from autockpt.capture.tree import source_of
+from autockpt.modules.traced import OwnPython
 from autockpt.runtime.entry import Entry
 
 if TYPE_CHECKING:
@@ -31,21 +36,26 @@ class _Unknown(Exception):
     """An argument that tracing does not know by value."""
 
 
-def forward(handle: Handle, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def forward(
+    handle: Handle, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Run a training forward; this function is traced, not run."""
     planned: Any = None
+    own: Any = None
     # Puts a function there where the call is known.
     comptime(_look)
-    if planned is None:
-        return _eagerly(handle, module, args, kwargs)
-    return planned(module, args, kwargs)
+    if planned is not None:
+        return planned(module, args, kwargs)
+    if own is not None:
+        return own(plain, module, args, kwargs)
+    return _eagerly(handle, module, args, kwargs)
 
 
 @torch._dynamo.disable(  # type: ignore[untyped-decorator]
     recursive=False,
     reason="autockpt plans a step on real tensors before it can be traced: for fullgraph=True give "
     "optimize() a batch, or call the optimized model once before it is compiled. A forward that "
-    "asks a tensor for a value in Python is never one graph",
+    "is no single graph without autockpt is none with it",
 )
 def _eagerly(handle: Handle, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return handle.run(module, args, kwargs)
@@ -63,12 +73,27 @@ def _look(context: Any) -> None:
     entry = handle._fitting(module, args, kwargs, ())
     if entry is None:
         # The call plans it; the next one is traced again.
-        count = len(handle._entries)
-        _guard(source, lambda _: len(handle._entries) == count)
-    planned = None if entry is None else _planned(entry, args, kwargs)
+        _guard(source, _as_many_entries(handle))
+        return
+    planned = _planned(entry, args, kwargs)
     if planned is not None:
         here["planned"] = UserFunctionVariable(planned)
-        _guard(source, entry.step.capture.key.model_matches)
+    elif not entry.compiled.breaks:
+        here["own"] = OwnPython.of(module, entry.compiled)
+    else:
+        return
+    _guard(source, entry.step.capture.key.model_matches)
+
+
+def _as_many_entries(handle: Handle) -> Callable[[nn.Module], bool]:
+    """Make a guard that fails when a step was planned; it lives longer than the model may."""
+    count, reference = len(handle._entries), weakref.ref(handle)
+
+    def holds(_: nn.Module) -> bool:
+        now = reference()
+        return now is not None and len(now._entries) == count
+
+    return holds
 
 
 def _known(variable: Any) -> Any:

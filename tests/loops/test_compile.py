@@ -188,11 +188,20 @@ def breaks(model: nn.Module, case: zoo.Case) -> tuple[int, int]:
     return len(graphs), sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def test_no_more_graphs_and_breaks_than_the_plain_model_has() -> None:
-    for case in (net(), zoo.vit(), zoo.resnet()):
+# transformers asks values of their masks in Python, but not under Dynamo.
+ASKING = ("llama", "bert", "t5", "whisper")
+
+
+@pytest.mark.parametrize("name", ["net", *zoo.ZOO])
+def test_no_more_graphs_and_breaks_than_the_plain_model_has(name: str) -> None:
+    case = net() if name == "net" else zoo.ZOO[name]()
+    for training in (True, False) if name in ("net", *ASKING) else (True,):
+        case.model.train(training)
         with buffers_restored(case.model):
             plain = breaks(copy.deepcopy(case.model), case)
-            assert breaks(planned(case, "60%"), case) == plain == (1, 0)
+            assert breaks(planned(case, "60%"), case) == plain
+        # transformers warns where its GPT-2 computes its loss, which Dynamo does not take.
+        assert plain == (1, 0) or name == "gpt2"
 
 
 def test_one_graph_with_what_is_around_the_model() -> None:
