@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ class Untouched:
 
     def token(self, model: nn.Module) -> object | None:
         """Give a token of the model as it is now; None where that is not known."""
+        if not _versions_move():
+            return None
         seen = self._seen
         if seen is not None and seen.holds(model):
             self._fruitless = self._wait = 0
@@ -52,6 +55,15 @@ class Untouched:
         self._fruitless += 1
         seen = self._seen = _Seen(model)
         return seen.token
+
+
+@functools.cache
+def _versions_move() -> bool:
+    """Whether a write moves a dict's version: from Python 3.12 on torch has to watch for it."""
+    sample = {"a": 1}
+    before = dict_version(sample)
+    sample["a"] = 2
+    return bool(dict_version(sample) != before)
 
 
 class _Seen:
