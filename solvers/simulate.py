@@ -7,7 +7,7 @@ backward allocates, ``replay`` for how they add up.
 
 from __future__ import annotations
 
-from solvers.plan import Plan
+from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Problem
 from solvers.replay import replay_of
@@ -68,3 +68,13 @@ def simulate(problem: Problem, plan: Plan, *, timeline: bool = False) -> Predict
     """
     plan.check(problem)
     return replay_of(problem).predict(plan.regions, timeline=timeline)
+
+
+def idle_ops(problem: Problem, plan: Plan) -> dict[Region, frozenset[int]]:
+    """Tell, for each region of a plan, which of its ops its replay need not run.
+
+    Those of a region inside it are among them where its call need not run it. Where what an op
+    saved is wanted all the same, ``simulate`` takes it that it is packed without running it.
+    """
+    frames = replay_of(problem).frames
+    return {region: frames(region).idle for region in plan.walk()}
