@@ -83,19 +83,29 @@ class Idling:
                 if self._region_rests(item, needed):
                     idle.update(range(item.start, item.stop))
             elif item not in needed and self.may_rest[item]:
-                # A view of what is there costs nothing: leaving it out would cost more. Where the
-                # replay ends before the last op runs, there is nothing to leave out.
-                costs = self.makes[item] and not (item == last and self._stops_before[item])
-                reads_idle = any(self.definers[v] in idle for v in self.inputs[item])
-                if costs or reads_idle or item in region.kept:
-                    idle.add(item)
+                idle.add(item)
         held = tuple(i for i in region.kept if i not in idle)
         return Idle(ops=frozenset(idle), kept=held)
 
-    def table(self, low: int, high: int) -> NDArray[np.bool_]:
-        """Return ``[k, t]``: whether a replay that ends with op ``t`` runs op ``k <= t``.
+    def left_out(self, region: Region, idle: frozenset[int], last: int) -> frozenset[int]:
+        """Return the idle ops that the code of a region has to leave out.
 
-        Both less ``low``, of regions without regions inside, wherever they begin.
+        To run a view of what is there costs less than not to. Where a replay ends before its last
+        op has run, there is nothing to leave out.
+        """
+        called = {i for child in region.children for i in range(child.start, child.stop)}
+        found = {i for i in idle if i in called or i in region.kept}
+        for i in sorted(idle):
+            costs = self.makes[i] and not (i == last and self._stops_before[i])
+            if costs or any(self.definers[v] in found for v in self.inputs[i]):
+                found.add(i)
+        return frozenset(found)
+
+    def table(self, low: int, high: int, kept: frozenset[int] = frozenset()) -> NDArray[np.bool_]:
+        """Return ``[k, t]``: whether a replay that ends with op ``t`` needs op ``k <= t``.
+
+        Both less ``low``, of regions without regions inside, wherever they begin, that keep what
+        they can of ``kept``: what is needed of these is held, and of all others made again.
         """
         size = high - low
         inputs, packed = (
@@ -104,17 +114,14 @@ class Idling:
         )
         # What was made before the run need not be made: the last row takes it.
         needed = np.zeros((size + 1, size), bool)
-        idle = np.zeros((size + 1, size), bool)
         ends = np.arange(size)
         for k in range(size - 1, -1, -1):
             if not self.may_rest[low + k]:
                 needed[k] |= ends >= k
             needed[packed[k]] |= ends >= k
-            needed[inputs[k]] |= needed[k]
-        for k in range(size):
-            reads_idle = self.makes[low + k] or idle[inputs[k]].any(axis=0)
-            idle[k] = ~needed[k] & reads_idle
-        return ~idle[:size]
+            if low + k not in kept:
+                needed[inputs[k]] |= needed[k]
+        return needed[:size]
 
     def _wanted(self, item: int | Region, needed: set[int], kept: tuple[int, ...]) -> Iterable[int]:
         """Return the values that a replay must have at an item, which is needed if it must run."""

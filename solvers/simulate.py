@@ -71,10 +71,13 @@ def simulate(problem: Problem, plan: Plan, *, timeline: bool = False) -> Predict
 
 
 def idle_ops(problem: Problem, plan: Plan) -> dict[Region, frozenset[int]]:
-    """Tell, for each region of a plan, which of its ops its replay need not run.
+    """Tell, for each region of a plan, which of its ops the code that is emitted leaves out.
 
-    Those of a region inside it are among them where its call need not run it. Where what an op
-    saved is wanted all the same, ``simulate`` takes it that it is packed without running it.
+    That is when it runs again. Ops of a region inside it are among them where that need not be
+    called. What they saved is wanted all the same: ``simulate`` takes it that it is packed again
+    from what they read.
     """
     frames = replay_of(problem).frames
-    return {region: frames(region).idle for region in plan.walk()}
+    found = ((region, frames(region)) for region in plan.walk())
+    left_out = frames.idling.left_out
+    return {region: left_out(region, frame.idle, frame.stop) for region, frame in found}

@@ -68,12 +68,4 @@ class _Replay:
             running |= more
 
     def resting(self):
-        running, found = self.running(), set()
-        makers = {storage.producer for storage in self.problem.storages}
-        for i in self.inside:
-            reads = any(self.maker.get(v) in found for v in self.ops[i].inputs)
-            # A replay that ends before the last op runs has nothing to leave out there.
-            pays = i in makers and (i < self.last or self.ops[i].stop_cost)
-            if i not in running and (pays or reads or i in self.calls or i in self.region.kept):
-                found.add(i)
-        return found
+        return set(self.inside) - self.running()
