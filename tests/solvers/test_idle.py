@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 
 from solvers import idle_ops, simulate
+from solvers.interval_search import search_of
+from solvers.nested import _cuts
 from solvers.plan import Plan, Region
 from solvers.problem import Gradient
 from solvers.replay import replay_of
+from solvers.stages import stage_edges
 from tests.solvers.checker import check
+from tests.solvers.models import attention_blocks
 from tests.solvers.problems import Builder
 
 
@@ -99,3 +103,10 @@ def test_the_table_says_what_the_regions_say():
 def test_where_modules_are_the_regions_all_of_their_python_runs():
     problem = replace(branches(), spans=())
     assert not replay_of(problem).frames.idling(Region(start=0, stop=4), 3).ops
+
+
+def test_whole_layers_may_be_parents():
+    replay = replay_of(attention_blocks(12))
+    edges = stage_edges(replay)
+    assert len(edges) > 4
+    assert set(edges) <= set(_cuts(search_of(replay)))
