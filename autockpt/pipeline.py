@@ -32,7 +32,7 @@ from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import agree, bucket_bytes
 from autockpt.settings import Loss, Settings, budget_for, margin_bytes
 from autockpt.units import Budget, format_bytes, parse_budget
-from solvers import bound, simulate, solve
+from solvers import bound, idle_ops, simulate, solve
 from solvers.plan import Plan
 from solvers.prediction import Prediction
 from solvers.problem import Problem
@@ -138,7 +138,8 @@ def plan_step(
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
     plan = choose_plan(settings, problem, budget, plain, known)
-    program = rewrite(capture, plan, root=model, random=random_ops(problem))
+    idle = idle_ops(problem, plan)
+    program = rewrite(capture, plan, root=model, random=random_ops(problem), idle=idle)
     report = make_report(
         problem,
         plan,

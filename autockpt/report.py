@@ -307,7 +307,8 @@ def _freed_bytes(
         held.update(problem.ops[index].saved)
     saved = _saved_storages(problem, start, stop)
     inputs = [_input_storages(problem, region) for region in regions]
-    kept = (s for region in regions for i in region.kept for s in held_for(problem, i))
+    frames = replay_of(problem).frames
+    kept = (s for region in regions for i in frames(region).kept for s in held_for(problem, i))
     lasting = held.union(kept, *inputs)
     kept_anyway = held | saved
     made = _made_storages(problem, range(start, stop))

@@ -12,7 +12,7 @@ from solvers.minimum import least_peak
 from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Gradient, Op, Problem, Storage, Value
-from solvers.simulate import simulate
+from solvers.simulate import idle_ops, simulate
 
 __all__ = [
     "SOLVERS",
@@ -31,6 +31,7 @@ __all__ = [
     "Value",
     "best_schedule",
     "bound",
+    "idle_ops",
     "least_peak",
     "peak_bound",
     "simulate",

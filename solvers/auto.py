@@ -10,7 +10,7 @@ from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import Segment, best_flat, search_of
-from solvers.keeping_search import with_kept
+from solvers.keeping_search import RATES, with_kept
 from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
@@ -22,9 +22,9 @@ from solvers.replay import Replay, replay_of
 
 Regions = tuple[Region, ...]
 
-_ASKED_SHARES = (1.005, 1.01, 1.02)
+_ASKED_SHARES = (1.01, 1.02)
 _DEARER = (0.5, 0.25)
-_PROLOGUE_SHARES = (1.0, 1.01)
+_PROLOGUE_SHARES = (1.0, 1.02)
 _PRICES = 800
 _PRICED_OPS = 400_000
 _NESTING_SHARE = 0.7
@@ -182,10 +182,11 @@ class _Search:
         search = search_of(replay)
         self.say("regions with prologues, and with ops that run once")
         joined, apart = (with_prologues(search, joined=joined) for joined in (True, False))
-        for offered in (joined, apart, _merged(joined, with_kept(search))):
-            if search.is_coarse:
-                yield best_flat(replay, self.budget_bytes, offered, dearer=0.5) if offered else None
-                continue
+        kept = (_merged(joined, with_kept(search, rate)) for rate in RATES)
+        if search.is_coarse:
+            yield from (best_flat(replay, self.budget_bytes, more, dearer=0.5) for more in kept)
+            return
+        for offered in (joined, apart, *kept):
             for share in _PROLOGUE_SHARES if offered else ():
                 regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
                 if regions is not None:

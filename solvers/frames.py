@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from solvers.graph import Graph
+from solvers.idle import Idle, Idling
 from solvers.keeping import held_for
 from solvers.plan import Region
 from solvers.problem import Problem
@@ -55,6 +56,10 @@ class Frame:
         What its own replay runs, children in it included.
     stop, partial : int, int or None
         The op before which a replay ends, and the op it runs a part of, if any.
+    idle : frozenset of int
+        Its ops, those of regions inside it included, that its replay need not run.
+    kept : tuple of int
+        Its ops that a replay does not run and whose results are held.
     levels : tuple of (int, int)
         Op and bytes at each instant of its replay.
     held : tuple of int
@@ -76,6 +81,8 @@ class Frame:
     ops: int
     stop: int
     partial: int | None
+    idle: frozenset[int]
+    kept: tuple[int, ...]
     levels: tuple[tuple[int, int], ...]
     held: tuple[int, ...]
 
@@ -94,6 +101,7 @@ class Frames:
         self.problem = problem
         self.graph = graph
         self.read_last = last_reads(problem)
+        self.idling = Idling(problem, graph)
         self._frames: dict[Region, Frame] = {}
 
     def __call__(self, region: Region) -> Frame:
@@ -110,9 +118,10 @@ class Frames:
         packing = [i for i in direct if graph.packs[i]]
         height = 1 + max((child.height for child in children), default=-1)
         claims = _claims(graph, packing, children)
-        stop, partial = self._replay_end(packing, children, region.kept)
-        levels, held = self._replay(region, children, claims, stop, partial)
-        cost, flops, count = self._run_cost(region, stop, partial)
+        idle = self._idle(region, packing, children)
+        stop, partial = self._replay_end(packing, children, idle)
+        levels, held = self._replay(region, children, claims, stop, partial, idle)
+        cost, flops, count = self._run_cost(region, stop, partial, idle)
         live = [r for i in packing if (r := graph.release[i]) is not None]
         live += [child.release for child in children if child.release is not None]
         triggers = [i for i in packing if graph.reached[i]]
@@ -123,7 +132,7 @@ class Frames:
             region=region,
             height=height,
             children=children,
-            inputs=self._inputs(region),
+            inputs=self._inputs(region, idle.kept),
             packs_inputs=any(graph.earliest_input[i] < region.start for i in inside),
             trigger=max(triggers, default=None),
             release=min(live, default=None),
@@ -135,12 +144,18 @@ class Frames:
             ops=count,
             stop=stop,
             partial=partial,
+            idle=idle.ops,
+            kept=idle.kept,
             levels=levels,
             held=held,
         )
 
+    def _idle(self, region: Region, packing: list[int], children: tuple[Frame, ...]) -> Idle:
+        called = (child.region.start for child in children if child.packs_inputs)
+        return self.idling(region, max((*packing[-1:], *called), default=-1))
+
     def _replay_end(
-        self, packing: list[int], children: tuple[Frame, ...], kept: tuple[int, ...]
+        self, packing: list[int], children: tuple[Frame, ...], idle: Idle
     ) -> tuple[int, int | None]:
         """Return the op before which a replay ends, and the op it runs a part of, if any."""
         last_op = packing[-1] if packing else -1
@@ -151,7 +166,7 @@ class Frames:
             return 0, None
         made_and_saved = set(self.graph.produced[last_op]) & set(self.graph.saved[last_op])
         runs = self.problem.ops[last_op].stop_cost > 0 or bool(made_and_saved)
-        return last_op, last_op if runs and last_op not in kept else None
+        return last_op, last_op if runs and last_op not in idle else None
 
     def _replay(
         self,
@@ -160,6 +175,7 @@ class Frames:
         claims: dict[int, Claim],
         stop: int,
         partial: int | None,
+        idle: Idle,
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
         graph, ops = self.graph, self.problem.ops
         nbytes = graph.nbytes
@@ -176,11 +192,11 @@ class Frames:
             level = self._run_prologue(region, claims, stop, level, levels, held, dying)
         dropped = {i for child in children for i in range(child.region.start, child.region.stop)}
         for i in range(region.start, stop if partial is None else partial + 1):
-            if i in region.kept:
+            level += state_changes.get(i, 0)
+            if i in idle:
                 levels.append((i, level))
                 level -= dying.pop(i, 0)
                 continue
-            level += state_changes.get(i, 0)
             before = level + sum(nbytes[s] for s in graph.copied[i])
             for s in (*graph.copied[i], *graph.produced[i]):
                 level += nbytes[s]
@@ -248,10 +264,10 @@ class Frames:
             level -= dying.pop(i, 0)
         return level
 
-    def _inputs(self, region: Region) -> tuple[int, ...]:
+    def _inputs(self, region: Region, kept: tuple[int, ...]) -> tuple[int, ...]:
         found = self._held_inputs(region) if region.prologue else _inputs(self.graph, region)
-        kept = (s for i in region.kept for s in held_for(self.problem, i))
-        return tuple(dict.fromkeys((*found, *kept)))
+        held = (s for i in kept for s in held_for(self.problem, i))
+        return tuple(dict.fromkeys((*found, *held)))
 
     def _held_inputs(self, region: Region) -> tuple[int, ...]:
         """Return what a region with a prologue holds: all that is read and not made again."""
@@ -265,8 +281,10 @@ class Frames:
                     found[s] = None
         return tuple(found)
 
-    def _run_cost(self, region: Region, stop: int, partial: int | None) -> tuple[int, int, int]:
-        inside = (i for i in range(region.start, stop) if i not in region.kept)
+    def _run_cost(
+        self, region: Region, stop: int, partial: int | None, idle: Idle
+    ) -> tuple[int, int, int]:
+        inside = (i for i in range(region.start, stop) if i not in idle)
         ran = [self.problem.ops[i] for i in (*region.prologue, *inside)]
         cost = self.problem.region_cost + sum(op.cost for op in ran)
         flops = sum(op.flops for op in ran)

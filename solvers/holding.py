@@ -153,7 +153,7 @@ class _Instant:
         if int(forward.max()) == top:
             op = int(forward.argmax())
             running = self.problem.ops[op]
-            whole = op in self.outside or any(op in f.region.kept for f in self.frames)
+            whole = op in self.outside or any(op in f.kept for f in self.frames)
             room = running.forward_workspace_bytes if whole else running.workspace_in_region_bytes
             return self._holding(top, "forward", op, 0, room, self._forward(op))
         replay, instant, after = self.step.backward(self.mode)
@@ -327,7 +327,8 @@ class _Instant:
         partly = at == frame.partial and bool(self.problem.ops[at].stop_peak_bytes)
         last = at - 1 if final or partly else at
         stretch = stretched(frame.children)
-        for i in (i for i in range(region.start, last + 1) if i not in region.kept):
+        gone = frame.idle.union(frame.kept)
+        for i in (i for i in range(region.start, last + 1) if i not in gone):
             for s in (*graph.copied[i], *graph.produced[i]):
                 end = max(i, graph.last_use[s], stretch.get(s, -1))
                 if s in frame.claims or end >= at:

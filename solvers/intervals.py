@@ -244,7 +244,8 @@ def _regions(
     needs = np.full((size + 1, size + 1), NOTHING, np.int64)
     costs = np.zeros((size + 1, size + 1), np.int64)
     packs = np.zeros((size + 1, size + 1), bool)
-    costs_before = np.cumsum([0, *(op.cost for op in ops)])
+    op_costs = np.array([op.cost for op in ops], np.int64)
+    runs_again = replay.frames.idling.table(low, low + size)
     before = np.maximum(*replay.before)[low : low + size]
     idle = np.maximum(np.maximum(*replay.instant), np.maximum(*replay.after))[low : low + size]
     last = trigger = -1
@@ -259,7 +260,7 @@ def _regions(
         if last < 0:
             continue
         own = set(graph.produced[low + last]) & set(graph.saved[low + last])
-        runs = ops[last].stop_cost > 0 or bool(own)
+        runs = bool((ops[last].stop_cost > 0 or own) and runs_again[last, last])
         until = last if runs else last - 1
         found = before[trigger] if trigger >= 0 else 0
         rows = slice(0, last + 1)
@@ -268,7 +269,9 @@ def _regions(
             np.maximum(replayed + found, backward[rows, last]) + outputs_bytes,
             tail + outputs_bytes,
         )
-        costs[rows, stop] = costs_before[last] - costs_before[rows] + problem.region_cost
+        again = op_costs[:last] * runs_again[:last, last]
+        costs[:last, stop] = np.cumsum(again[::-1])[::-1]
+        costs[rows, stop] += problem.region_cost
         costs[rows, stop] += ops[last].stop_cost if runs else 0
         packs[rows, stop] = True
     return needs, costs, packs

@@ -2,7 +2,8 @@
 
 An op that saves its own result (attention that never writes its scores, an exponential) has to
 run again for that result wherever its inputs are made again. Kept, it need not: the replay makes
-its inputs, and takes the rest from what forward left.
+its inputs, and takes the rest from what forward left. Of an op that is kept while nobody wants
+its result nothing is held: see ``idle``.
 """
 
 from __future__ import annotations

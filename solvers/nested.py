@@ -9,6 +9,7 @@ import numpy as np
 from solvers.interval_search import IntervalSearch, Segment, needs_of, search_of
 from solvers.plan import Region
 from solvers.replay import Replay
+from solvers.stages import stage_edges
 
 _CUTS = 26
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -52,13 +53,17 @@ def nested_segments(replay: Replay, budget_bytes: int) -> dict[int, list[Segment
 
 
 def _cuts(search: IntervalSearch) -> list[int]:
-    """Return the allowed edges that the fewest bytes cross, one per equal share of the ops."""
+    """Return where stages meet, and the edges that the fewest bytes cross, one per equal share.
+
+    A parent that is one layer has regions inside that are not called again where only their
+    inputs are wanted.
+    """
     replay = search.replay
     size = replay.graph.size
     crossing = search.tables.crossing
     edges = np.linspace(0, size, _CUTS + 1).astype(int)
     positions = [i for i in search.positions if replay.problem.boundaries[i]]
-    cuts = {0, size}
+    cuts = {0, size, *(i for i in stage_edges(replay) if replay.problem.boundaries[i])}
     for low, high in pairwise(edges):
         inside = [i for i in positions if low <= i < high]
         if inside:

@@ -32,7 +32,8 @@ class Region:
         with neither parent nor children.
     kept : tuple of int
         Ops of the region, in order, that a replay does not run: what they make and save of
-        their own is held. Only for a region with neither parent nor children.
+        their own is held, if the replay wants any of it. Only for a region with neither parent
+        nor children.
     """
 
     start: int

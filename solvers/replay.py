@@ -161,8 +161,8 @@ class Replay:
         for p in profiles:
             region = p.frame.region
             outside[region.start : region.stop] = False
-            if region.kept:
-                whole[list(region.kept)] = True
+            if p.frame.kept:
+                whole[list(p.frame.kept)] = True
             if p.frame.random and self.problem.random_state_bytes:
                 self._hold_states(p.frame, forward, states)
         released = self._released(profiles, outside)

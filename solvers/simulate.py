@@ -7,7 +7,7 @@ backward allocates, ``replay`` for how they add up.
 
 from __future__ import annotations
 
-from solvers.plan import Plan
+from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Problem
 from solvers.replay import replay_of
@@ -68,3 +68,16 @@ def simulate(problem: Problem, plan: Plan, *, timeline: bool = False) -> Predict
     """
     plan.check(problem)
     return replay_of(problem).predict(plan.regions, timeline=timeline)
+
+
+def idle_ops(problem: Problem, plan: Plan) -> dict[Region, frozenset[int]]:
+    """Tell, for each region of a plan, which of its ops the code that is emitted leaves out.
+
+    That is when it runs again. Ops of a region inside it are among them where that need not be
+    called. What they saved is wanted all the same: ``simulate`` takes it that it is packed again
+    from what they read.
+    """
+    frames = replay_of(problem).frames
+    found = ((region, frames(region)) for region in plan.walk())
+    left_out = frames.idling.left_out
+    return {region: left_out(region, frame.idle, frame.stop) for region, frame in found}

@@ -19,7 +19,7 @@ from autockpt.rewrite import Program, rewrite
 from autockpt.step import measure
 from solvers.plan import Plan, Region
 from solvers.problem import Problem
-from solvers.simulate import simulate
+from solvers.simulate import idle_ops, simulate
 from tests.helpers import assert_same_bits, buffers_restored, run_case
 from tests.prologues import with_random_kept, with_random_prologues
 from tests.zoo import ZOO, Case
@@ -92,7 +92,8 @@ def test_predicted_peaks_are_the_measured_ones_and_bits_are_equal(name: str) -> 
         with_random_kept(problem, random_plan(problem, 30, seed=4), random.Random(4)),
     )
     for plan in plans:
-        program = rewrite(capture, plan, root=case.model, random=draws)
+        idle = idle_ops(problem, plan)
+        program = rewrite(capture, plan, root=case.model, random=draws, idle=idle)
         emitted = Emitted(case.model, capture, program)
         with buffers_restored(case.model):
             found = run_case(Case(emitted, case.args, case.kwargs, case.loss))

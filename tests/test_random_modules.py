@@ -24,7 +24,7 @@ from autockpt.rewrite import rewrite
 from autockpt.step import measure
 from solvers.holding import alive_at_peak
 from solvers.plan import Plan
-from solvers.simulate import simulate
+from solvers.simulate import idle_ops, simulate
 from tests.helpers import assert_same_bits, buffers_restored, run_case
 from tests.prologues import with_random_kept, with_random_prologues
 from tests.test_judge import Emitted, _renamed, random_plan
@@ -159,7 +159,9 @@ def test_predicted_is_measured_to_the_byte(
         with_random_prologues(problem, random_plan(problem, 6, seed + 2), random.Random(seed)),
         with_random_kept(problem, random_plan(problem, 9, seed + 3), random.Random(seed)),
     ):
-        emitted = Emitted(model, capture, rewrite(capture, plan, root=model, random=draws))
+        idle = idle_ops(problem, plan)
+        program = rewrite(capture, plan, root=model, random=draws, idle=idle)
+        emitted = Emitted(model, capture, program)
         with buffers_restored(model):
             found = run_case(Case(emitted, case.args, case.kwargs, case.loss))
         assert_same_bits(plain, _renamed(found))

@@ -112,7 +112,7 @@ class Emitter:
             opened = needed
             depth = 2 if opened else 1
             if isinstance(item, Scope):
-                self._region_call(item, dying[position])
+                self._region_call(item, dying[position], idle=item.start in scope.idle)
                 position += 1
                 continue
             count = self._op(scope, position, depth)
@@ -121,7 +121,7 @@ class Emitter:
             self._delete([n for n in dead if count == 1 or n is not self._ops[item]], depth)
             position += count
 
-    def _region_call(self, scope: Scope, dead: Sequence[fx.Node]) -> None:
+    def _region_call(self, scope: Scope, dead: Sequence[fx.Node], *, idle: bool) -> None:
         """Write the call of a region; what it can make again nobody else may hold for it."""
         made = () if scope.prologue is None else scope.prologue.returns
         if made:
@@ -129,7 +129,7 @@ class Emitter:
             prologue = self._prologues[scope.start, scope.stop]
             self._write(1, f"again = remade({', '.join([prologue, *names])})")
             self._delete([node for node in made if node in dead], 1)
-        self._write(1, self._call(scope))
+        self._write(1, self._call(scope, idle=idle))
         self._delete([node for node in dead if node not in made], 1)
 
     def _contexts(self, item: int | Scope) -> str:
@@ -154,10 +154,11 @@ class Emitter:
         node = self._ops[index]
         source = str(node.meta.get("source", ""))
         text = self._renderer.call(node, self._overrides(node, self._owners(node, depth)))
-        if index in scope.kept:
+        if index in scope.idle or index in scope.kept:
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))
             given = [self._renderer.names[tensor] for tensor in tensors]
-            text = f"kept({', '.join(['keep', str(index), f'lambda: {text}', *given])})"
+            once = "skipped" if index in scope.idle else "kept"
+            text = f"{once}({', '.join(['keep', str(index), f'lambda: {text}', *given])})"
         parts = self._parts(scope, position)
         if len(parts) == 1:
             name = self._renderer.names[parts[0]]
@@ -228,7 +229,7 @@ class Emitter:
             if isinstance(node, fx.Node) and node.op == "get_attr"
         }
 
-    def _call(self, scope: Scope) -> str:
+    def _call(self, scope: Scope, *, idle: bool) -> str:
         """Render the call of a region under ``checkpoint``."""
         name = self._regions[scope.start, scope.stop]
         paths = self._paths(scope.reads)
@@ -240,6 +241,11 @@ class Emitter:
         arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
         arguments.append(f"**guarded({name}, self)")
         call = f"checkpoint({', '.join(arguments)})"
+        if idle:
+            given = [self._renderer.names[node] for node in scope.reads]
+            if len(scope.returns) > 1:
+                given.append(f"results={len(scope.returns)}")
+            call = f"skipped({', '.join(['keep', str(scope.start), f'lambda: {call}', *given])})"
         if not scope.returns:
             return call
         return f"{', '.join(self._renderer.names[node] for node in scope.returns)} = {call}"
@@ -248,7 +254,7 @@ class Emitter:
 def _own_arguments(scope: Scope) -> list[str]:
     """Name the arguments of a region that are no tensors."""
     own = ["again"] if scope.prologue is not None else []
-    return [*own, "keep"] if scope.kept else own
+    return [*own, "keep"] if scope.kept or scope.idle else own
 
 
 def _takes_from(node: fx.Node, source: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from autockpt.capture.calls import version
 from autockpt.errors import RecomputationError
 from autockpt.rewrite.remade import rooted
 
-__all__ = ["keeper", "kept"]
+__all__ = ["keeper", "kept", "skipped"]
 
 _HOOKS: Any = torch._C._autograd
 _Run = Callable[[], Any]
@@ -37,18 +37,30 @@ def kept(keep: Any, number: int, run: _Run, *arguments: torch.Tensor) -> Any:
     return run() if keep is None else keep(number, run, *arguments)
 
 
+def skipped(keep: Any, number: int, run: _Run, *arguments: torch.Tensor, results: int = 1) -> Any:
+    """Run an op or a region, or where no recomputation needs its results, pack what it packed."""
+    if keep is None:
+        return run()
+    result = keep(number, run, *arguments, held=False)
+    return (None,) * results if result is None and results > 1 else result
+
+
 class _Keeper:
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
 
-    def __call__(self, number: int, run: _Run, *arguments: torch.Tensor) -> torch.Tensor:
+    def __call__(self, number: int, run: _Run, *arguments: torch.Tensor, held: bool = True) -> Any:
         found = self._kept.get(number)
         if found is None:
             found = self._kept[number] = _Kept(arguments)
-            return found.run(run)
-        return found.again(arguments)
+            result = found.run(run)
+            if held:
+                found.hold(result)
+            return result
+        found.pack(arguments)
+        return found.result() if held else None
 
 
 class _Kept:
@@ -65,25 +77,26 @@ class _Kept:
         self._packed: list[torch.Tensor | _View] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
 
-    def run(self, run: _Run) -> torch.Tensor:
+    def run(self, run: _Run) -> Any:
         hooks = _HOOKS._top_saved_tensors_default_hooks(True)
         if hooks is None:
-            result: torch.Tensor = run()
-        else:
-            pack, unpack = hooks
+            return run()
+        pack, unpack = hooks
 
-            def noting(tensor: torch.Tensor) -> Any:
-                self._note(tensor)
-                return pack(tensor)
+        def noting(tensor: torch.Tensor) -> Any:
+            self._note(tensor)
+            return pack(tensor)
 
-            _HOOKS._push_saved_tensors_default_hooks(noting, unpack)
-            try:
-                result = run()
-            finally:
-                _HOOKS._pop_saved_tensors_default_hooks()
+        _HOOKS._push_saved_tensors_default_hooks(noting, unpack)
+        try:
+            return run()
+        finally:
+            _HOOKS._pop_saved_tensors_default_hooks()
+
+    def hold(self, result: torch.Tensor) -> None:
+        """Keep the result for ``result``."""
         self._result, self._requires_grad = result.detach(), result.requires_grad
         self._versions.append((self._result, version(self._result)))
-        return result
 
     def _hold(self, tensor: torch.Tensor) -> None:
         held = tensor.detach()
@@ -99,7 +112,8 @@ class _Kept:
             offset = int(tensor.storage_offset())
             self._packed.append((number, tensor.shape, tensor.stride(), offset))
 
-    def again(self, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def pack(self, arguments: tuple[torch.Tensor, ...]) -> None:
+        """Pack what was packed in forward, in the same order."""
         if any(version(held) != then for held, then in self._versions):
             raise RecomputationError(
                 "What a region keeps to run again has been modified by an inplace operation since "
@@ -115,6 +129,9 @@ class _Kept:
                     tensor = arguments[number].detach().as_strided(size, stride, offset)
                 # Ends the recomputation where this was the last tensor.
                 hooks[0](tensor)
+
+    def result(self) -> torch.Tensor:
+        """Give the result of forward, at the root of a graph of its own."""
         (result,) = rooted((self._result,), [self._requires_grad])
         return result
 

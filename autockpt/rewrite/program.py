@@ -7,7 +7,7 @@ import itertools
 import linecache
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ from autockpt.capture.guards import expect
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
-from autockpt.rewrite.keeping import keeper, kept
+from autockpt.rewrite.keeping import keeper, kept, skipped
 from autockpt.rewrite.names import common_prefix, region_name, unique
 from autockpt.rewrite.remade import remade, taken
 from autockpt.rewrite.scopes import Scope, is_live_read, scopes
 from autockpt.rewrite.statistics import statistic, written_statistics
-from solvers.plan import Plan
+from solvers.plan import Plan, Region
 
 HEADER = """\
 import operator
@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
 from autockpt.rewrite.guarded import guarded
-from autockpt.rewrite.keeping import keeper, kept
+from autockpt.rewrite.keeping import keeper, kept, skipped
 from autockpt.rewrite.remade import remade, taken
 from autockpt.rewrite.statistics import statistic
 
@@ -73,7 +73,12 @@ class Program:
 
 
 def rewrite(
-    capture: Capture, plan: Plan, *, root: nn.Module | None = None, random: Collection[int] = ()
+    capture: Capture,
+    plan: Plan,
+    *,
+    root: nn.Module | None = None,
+    random: Collection[int] = (),
+    idle: Mapping[Region, Collection[int]] | None = None,
 ) -> Program:
     """Emit the forward of a capture with the regions of a plan.
 
@@ -87,6 +92,9 @@ def rewrite(
     random : collection of int
         Indices of the ops that draw random numbers: only regions that hold one save and
         restore the generator state.
+    idle : mapping from region to collection of int, optional
+        Ops of each region that its recomputation leaves out, see ``solvers.idle_ops``; by
+        default all run again.
 
     Returns
     -------
@@ -106,7 +114,7 @@ def rewrite(
     emitted = sum(node.meta.get("stage", "model") == "model" for node in ops)
     returned = _model_outputs(capture.graph)
     outputs = [value for value in returned if isinstance(value, fx.Node)]
-    forward = scopes(ops, emitted, outputs, plan)
+    forward = scopes(ops, emitted, outputs, plan, idle or {})
 
     namespace: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -118,6 +126,7 @@ def rewrite(
         "kept": kept,
         "operator": operator,
         "remade": remade,
+        "skipped": skipped,
         "taken": taken,
         "statistic": statistic,
         "torch": torch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -31,6 +31,9 @@ class Scope:
         from them, which it is handed in forward but does not hold.
     kept : tuple of int
         Its ops that run once.
+    idle : collection of int
+        Its ops, those in whole regions inside it included, of which a recomputation needs no
+        result.
     """
 
     start: int
@@ -40,6 +43,7 @@ class Scope:
     returns: tuple[fx.Node, ...]
     prologue: Scope | None = None
     kept: tuple[int, ...] = ()
+    idle: Collection[int] = ()
 
     @property
     def handed(self) -> tuple[fx.Node, ...]:
@@ -63,7 +67,13 @@ def is_live_read(node: fx.Node) -> bool:
     return node.op == "get_attr" and node.meta.get("kind") != "attribute"
 
 
-def scopes(ops: Sequence[fx.Node], emitted: int, outputs: Sequence[fx.Node], plan: Plan) -> Scope:
+def scopes(
+    ops: Sequence[fx.Node],
+    emitted: int,
+    outputs: Sequence[fx.Node],
+    plan: Plan,
+    idle: Mapping[Region, Collection[int]],
+) -> Scope:
     """Nest the first ``emitted`` ops as the plan says; the outermost scope is the forward.
 
     Raises
@@ -77,15 +87,22 @@ def scopes(ops: Sequence[fx.Node], emitted: int, outputs: Sequence[fx.Node], pla
                 f"region [{region.start}, {region.stop}) reaches into the loss outside the "
                 f"model, which starts at op {emitted}: end it there."
             )
-    builder = _Builder(ops, emitted, outputs)
+    builder = _Builder(ops, emitted, outputs, idle)
     for region in plan.regions:
         builder.read_again(region)
     return builder.scope(0, emitted, plan.regions)
 
 
 class _Builder:
-    def __init__(self, ops: Sequence[fx.Node], emitted: int, outputs: Sequence[fx.Node]) -> None:
+    def __init__(
+        self,
+        ops: Sequence[fx.Node],
+        emitted: int,
+        outputs: Sequence[fx.Node],
+        idle: Mapping[Region, Collection[int]],
+    ) -> None:
         self._ops = ops
+        self._idle = idle
         self._index = {node: i for i, node in enumerate(ops)}
         self._last_use = dict.fromkeys(outputs, emitted)
         for i, op in enumerate(ops[:emitted]):
@@ -103,7 +120,8 @@ class _Builder:
         for region in regions:
             items.extend(range(position, region.start))
             inner = self.scope(region.start, region.stop, region.children)
-            items.append(self._with_prologue(replace(inner, kept=region.kept), region.prologue))
+            inner = replace(inner, kept=region.kept, idle=self._idle.get(region, ()))
+            items.append(self._with_prologue(inner, region.prologue))
             position = region.stop
         items.extend(range(position, stop))
         returns = tuple(op for op in self._ops[start:stop] if self._last_use.get(op, -1) >= stop)

@@ -16,6 +16,7 @@ from autockpt.profiler import profile
 from autockpt.rewrite import Program, rewrite
 from solvers.plan import Plan, Region
 from solvers.problem import Problem
+from solvers.simulate import idle_ops
 from tests.helpers import Step, buffers_restored, leaves, run_step
 
 
@@ -32,7 +33,8 @@ class Captured:
 
     def program(self, plan: Plan) -> Program:
         drawing = {i for i, op in enumerate(self.problem.ops) if op.random}
-        return rewrite(self.capture, plan, root=self.model, random=drawing)
+        idle = idle_ops(self.problem, plan)
+        return rewrite(self.capture, plan, root=self.model, random=drawing, idle=idle)
 
     def emitted(self, plan: Plan) -> Emitted:
         return Emitted(self.model, self.capture, self.program(plan))

@@ -201,6 +201,6 @@ def test_writing_to_what_is_kept_raises():
         patch.setattr(_Kept, "run", noting)
         loss = real.loss(emitted(*real.args))
     with torch.no_grad():
-        held[0].mul_(2)
+        held[-1].mul_(2)
     with pytest.raises(RecomputationError, match="modified by an inplace operation"):
         loss.backward()

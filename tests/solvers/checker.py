@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 
+from tests.solvers.resting import resting
+
 
 class Meter:
     def __init__(self):
@@ -50,8 +52,8 @@ class Holder:
 
 
 class Frame:
-    def __init__(self, region):
-        self.region = region
+    def __init__(self, region, resting):
+        self.region, self.resting = region, resting
         self.arguments = None
         self.state = None
         self.kept = {}
@@ -131,7 +133,9 @@ class Runtime:
         uses = [self.uses(i, child) for i, child in items]
         for k, (i, child) in enumerate(items):
             later = set().union(*uses[k + 1 :], returned)
-            if child is None:
+            if child is None and self.rests(i):
+                self.pack_only(i, env)
+            elif child is None:
                 self.run_op(i, env)
             else:
                 self.call_region(child, env, returned, later)
@@ -152,6 +156,16 @@ class Runtime:
         read = {v for i in span for v in self.problem.ops[i].inputs}
         return read if child is None else read | self.read_again(child)
 
+    def rests(self, i):
+        hook = self.hooks[-1] if self.hooks else None
+        return isinstance(hook, ReplayHook) and i in hook.frame.resting
+
+    def pack_only(self, i, env):
+        op = self.problem.ops[i]
+        if op.packs or op.saved:
+            buffers = {env[v].storage_id: env[v].buffer for v in op.inputs if v in env}
+            self.pack(Node(i, None, None, []), op, buffers, self.hooks[-1])
+
     def run_op(self, i, env, *, grad=True):
         op, problem = self.problem.ops[i], self.problem
         made = {s: None for s, st in enumerate(problem.storages) if st.producer == i}
@@ -161,7 +175,7 @@ class Runtime:
         before = {env[v].storage_id: env[v].buffer for v in op.inputs if v in env}
         packs = grad and (op.packs or op.saved)
         node = Node(i, None, None, parents)
-        kept = hook is not None and i in hook.frame.region.kept
+        kept = hook is not None and i in {*hook.frame.region.kept} - hook.frame.resting
         if kept and self.replaying:
             self.take_kept(i, env, node, before, hook)
             return
@@ -224,7 +238,7 @@ class Runtime:
         made = {v: env[v] for v in read & again}
         read |= self.read_again(region)
         names = [v for v in sorted(read - again) if not problem.values[v].parameter]
-        frame = Frame(region)
+        frame = Frame(region, resting(problem, region))
         hook = self.hooks[-1] if self.hooks else None
         if problem.random_state_bytes and any(problem.ops[i].random for i in inside):
             frame.state = Buffer(self.meter, problem.random_state_bytes)
@@ -234,6 +248,8 @@ class Runtime:
             payload = {k: detached(t) for k, t in payload.items()}
             saved.append((hook.pack(payload) if hook else payload, hook))
         frame.arguments = saved
+        if self.rests(region.start):
+            return
         # A call holds its arguments; what can be made again is handed over.
         held = {v: env[v] for v in names if v in env}
         arguments = held | made

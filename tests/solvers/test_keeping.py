@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from solvers import PlanError, simulate, solve
-from solvers.interval_search import search_of
+from solvers.interval_search import needs_of, search_of
 from solvers.keeping import held_for
-from solvers.keeping_search import with_kept
+from solvers.keeping_search import RATES, with_kept
 from solvers.plan import Plan, Region
 from solvers.replay import replay_of
 from tests.solvers.checker import check
@@ -48,15 +48,35 @@ def test_auto_finds_them_where_they_pay(problem):
     assert gains
 
 
-def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem):
-    found = with_kept(search_of(replay_of(problem)))
+@pytest.mark.parametrize("rate", [0.3, RATES[0]])
+def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem, rate):
+    search = search_of(replay_of(problem))
+    found = with_kept(search, rate)
     offered = [segment for segments in found.values() for segment in segments]
     assert offered
     for segment in offered:
-        assert segment.region.kept
-        plan = Plan(regions=(segment.region,))
+        region = segment.region
+        assert region.kept == search.replay.frames(region).kept != ()
+        plan = Plan(regions=(region,))
         assert simulate(problem, plan).recompute_cost == segment.cost
         assert Plan.from_json(plan.to_json()) == plan
+        held = sum(problem.storages[s].nbytes for i in region.kept for s in held_for(problem, i))
+        assert segment.needs >= needs_of(search, region)
+        assert segment.needs <= needs_of(search, region) + held
+        flat = search.tables.region_keeps[region.start, region.stop - region.start]
+        assert flat <= segment.keeps <= flat + held
+
+
+def test_what_is_not_worth_its_bytes_is_not_kept(problem):
+    search = search_of(replay_of(problem))
+    dear = {
+        i for segments in with_kept(search, 1.0).values() for s in segments for i in s.region.kept
+    }
+    cheap = {
+        i for segments in with_kept(search, 0.3).values() for s in segments for i in s.region.kept
+    }
+    assert dear < cheap
+    assert not with_kept(search, 1000.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""Emitted regions whose recomputation leaves ops out: bits, bytes, code, and what runs again."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.step import measure
+from solvers.plan import Plan, Region
+from solvers.simulate import idle_ops, simulate
+from tests.autockpt.plans import captured
+from tests.helpers import assert_same_bits, count_calls
+
+
+class Heads(nn.Module):
+    """A norm that three matmuls read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part(y).view(2, 16, 4, 8).transpose(1, 2) for part in self.parts)
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(z.transpose(1, 2).reshape(2, 16, 32))
+
+
+@pytest.fixture
+def real():
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    return captured(Heads(), (x,), {}, lambda y: y.square().sum())
+
+
+def plan_of(real, *, nested: bool = False) -> Plan:
+    """From the norm to the last of the three matmuls; the first in a region of its own."""
+    ops = [op.target.rpartition(".")[2] for op in real.problem.ops]
+    linears = [i for i, name in enumerate(ops) if name == "linear"]
+    first, _, last, _ = linears
+    region = Region(start=ops.index("layer_norm"), stop=last + 1)
+    if nested:
+        region = replace(region, children=(Region(start=first, stop=first + 3),))
+    return Plan(regions=(region,))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_matmuls_do_not_run_again_and_bits_and_bytes_are_right(real, nested):
+    plan = plan_of(real, nested=nested)
+    emitted = real.emitted(plan)
+    assert_same_bits(real.step(), real.step(emitted))
+
+    def matmuls(model: nn.Module) -> int:
+        calls = count_calls(lambda: real.step(model))
+        return sum(n for name, n in calls.items() if "addmm" in name)
+
+    # The region inside ends in its matmul, which does not run to its end either.
+    assert matmuls(emitted) == matmuls(real.model) > 0
+    predicted = simulate(real.problem, plan)
+    measured = measure(emitted, real.args, loss=real.loss)
+    assert measured.peak_bytes == predicted.resident_peak_bytes
+
+
+def test_the_code_says_so(real):
+    code = real.program(plan_of(real)).code
+    idle = idle_ops(real.problem, plan_of(real)).values()
+    assert len(re.findall(r"= skipped\(", code)) == sum(map(len, idle)) > 2
+    assert "lambda: F.linear(" in code
+    assert "lambda: checkpoint(" in real.program(plan_of(real, nested=True)).code
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype):
+    torch.manual_seed(0)
+    model = Heads()
+    with torch.autocast("cpu", dtype):
+        real = captured(model, (torch.randn(2, 16, 32),), {}, lambda y: y.float().square().sum())
+        assert_same_bits(real.step(), real.step(real.emitted(plan_of(real))))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_backward_twice_and_of_gradients(nested):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x * 2).tanh()
+            a, b, c = (part(y) for part in self.parts)
+            return (a.sin() * b.exp() + c).tanh()
+
+    torch.manual_seed(0)
+    real = captured(Net(), (torch.randn(4, 8),), {}, lambda y: y.square().sum())
+    ops = [op.target.rpartition(".")[2] for op in real.problem.ops]
+    linears = [i for i, name in enumerate(ops) if name == "linear"]
+    region = Region(start=0, stop=linears[2] + 1)
+    if nested:
+        region = replace(region, children=(Region(start=linears[0], stop=linears[1] + 1),))
+    assert len(idle_ops(real.problem, Plan(regions=(region,)))[region]) >= 2
+    plan = Plan(regions=(region,))
+    emitted = real.emitted(plan)
+    assert ("results=2" in real.program(plan).code) == nested
+    x = real.args[0].clone().requires_grad_()
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        loss = real.loss(model(x))
+        first = torch.autograd.grad(loss, x, retain_graph=True)
+        again = torch.autograd.grad(loss, x, create_graph=True)
+        second = torch.autograd.grad(again[0].square().sum(), [x, *model.parameters()])
+        return [*first, *again, *second]
+
+    for a, b in zip(gradients(real.model), gradients(emitted), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiled(real):
+    model, x = real.model, real.args[0].detach()
+    given = plan_of(captured(model, (x,), {}, lambda y: y.sum()))
+    found = autockpt.optimize(model, (x,), memory_budget="100%", plan=given, loss=Tensor.sum)
+    assert "skipped(" in found.autockpt.code.partition("def ")[2]
+    plain = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    compiled = torch.compile(found, backend="aot_eager")
+    for module in (plain, compiled):
+        module(x).sum().backward()
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
