@@ -27,7 +27,7 @@ _DEARER = (0.5, 0.25)
 _PROLOGUE_SHARES = (1.0, 1.02)
 _PRICES = 800
 _PRICED_OPS = 400_000
-_NESTING_SHARE = 0.7
+_NESTING_SHARE = 0.5
 _ILP_OPS = 16
 
 
@@ -186,7 +186,7 @@ class _Search:
         if search.is_coarse:
             yield from (best_flat(replay, self.budget_bytes, more, dearer=0.5) for more in kept)
             return
-        for offered in (joined, apart, *kept):
+        for offered in (apart, *kept):
             for share in _PROLOGUE_SHARES if offered else ():
                 regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
                 if regions is not None:

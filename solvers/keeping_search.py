@@ -11,7 +11,7 @@ from solvers.replay import Replay
 from solvers.replayed import Replays
 
 _REACH = 48
-RATES = (1.0, 4.0)
+RATES = (1.0, 2.0, 4.0)
 
 
 def with_kept(search: IntervalSearch, rate: float) -> dict[int, list[Segment]]:
