@@ -174,7 +174,7 @@ class _Search:
         for share in _ASKED_SHARES:
             regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
             if regions is not None:
-                yield fitted(replay, regions, budget_bytes, self._prices())
+                yield self._fitted(regions)
 
     def _with_prologues(self, room: int) -> Iterator[Regions | None]:
         """Yield flat regions some of which make inputs again rather than hold them."""
@@ -191,7 +191,11 @@ class _Search:
                 regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
                 if regions is not None:
                     regions = without_vain_prologues(replay.problem, regions)
-                    yield fitted(replay, regions, self.budget_bytes, self._prices())
+                    yield self._fitted(regions)
+
+    def _fitted(self, regions: Regions) -> Regions | None:
+        below = None if self.best is None else self.replay.price(self.best)[1]
+        return fitted(self.replay, regions, self.budget_bytes, self._prices(), below)
 
     def _by_program(self) -> Regions | None:
         try:

@@ -66,15 +66,21 @@ def improve(
 
 
 def fitted(
-    replay: Replay, regions: tuple[Region, ...], budget_bytes: int, prices: int
+    replay: Replay,
+    regions: tuple[Region, ...],
+    budget_bytes: int,
+    prices: int,
+    below: int | None = None,
 ) -> tuple[Region, ...] | None:
     """Return regions changed until they fit, at little cost, or None if that took too long.
 
     Takes, time after time, the change that costs least per byte by which it brings the peak
-    nearer to the budget.
+    nearer to the budget. None as well as soon as they cost ``below`` or more.
     """
-    peak, _ = replay.price(regions)
+    peak, cost = replay.price(regions)
     while peak > budget_bytes:
+        if below is not None and cost >= below:
+            return None
         best: tuple[float, int, tuple[Region, ...]] | None = None
         changes = [(change.dearer(replay, regions), change) for change in _changes(replay, regions)]
         prices -= len(changes)
@@ -93,7 +99,7 @@ def fitted(
         if best is None or prices <= 0:
             return None
         regions = best[2]
-        peak, _ = replay.price(regions)
+        peak, cost = replay.price(regions)
     return regions
 
 
