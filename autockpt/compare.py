@@ -20,9 +20,9 @@ from autockpt.batch import checked_batch
 from autockpt.capture.clone import clone_module
 from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
-from autockpt.report import to_text
 from autockpt.runtime.swap import release
 from autockpt.settings import Loss
+from autockpt.tables import to_text
 from autockpt.units import format_bytes, parse_budget
 from solvers import SOLVERS, InfeasibleError, Plan, Problem, bound, simulate, solve
 from solvers.blocks import blocks, grouped

@@ -1,76 +1,26 @@
-"""What a plan does, for people: a table, and the same as plain data."""
+"""What a plan does, for people and as plain data."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 
-from autockpt.layers import file_and_line, layer_pattern, name_together
+from autockpt.layers import file_and_line
 from autockpt.plotting import plot_timeline
+from autockpt.region_rows import RegionRow, region_rows
+from autockpt.tables import region_table, to_text, totals
 from autockpt.timeline import Timeline, make_timeline
-from autockpt.units import Budget, format_bytes
-from solvers.keeping import held_for
-from solvers.plan import Plan, Region
+from autockpt.units import Budget
+from solvers.plan import Plan
 from solvers.prediction import Prediction
-from solvers.problem import Op, Problem
-from solvers.replay import replay_of
+from solvers.problem import Problem
 
 if TYPE_CHECKING:
     from autockpt.step import Measurement
-
-_WIDTH = 110
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionRow:
-    """One region of a plan.
-
-    Attributes
-    ----------
-    module : str
-        Dotted path of the module that holds all its ops, or the first and the last one.
-    source : str
-        ``file.py:line`` of its first op.
-    start, stop : int
-        Its ops are ``start <= i < stop`` in program order.
-    depth : int
-        0 for a region in no other one.
-    freed_bytes : int
-        Saved storages that do not live from forward to backward because of it (for a nested
-        region: from its parent's recomputation to its own), less what is kept for it alone:
-        inputs that nothing else keeps, and the state of the generator.
-    recompute_cost, recompute_flops : int
-        Of running it again once, up to its early stop.
-    random : bool
-        Whether it draws random numbers, and so keeps the state of the generator.
-    kept : int
-        Number of its ops that do not run again: what they make and save is held instead.
-    prologue : int
-        Number of ops before it that run again with it, as what they make is not held for it.
-    """
-
-    module: str
-    source: str
-    start: int
-    stop: int
-    depth: int
-    freed_bytes: int
-    recompute_cost: int
-    recompute_flops: int
-    random: bool
-    kept: int = 0
-    prologue: int = 0
-
-    @property
-    def ops(self) -> int:
-        """Number of its ops."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +141,9 @@ class Report:
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = []
         if self.regions:
-            parts.append(_region_table(self))
+            parts.append(region_table(self))
         if self.budget_bytes is not None:
-            parts.append(_totals(self))
+            parts.append(totals(self))
         parts.extend(f"Note: {note}" for note in self.notes)
         return Group(*parts) if parts else "Nothing was planned."
 
@@ -227,7 +177,7 @@ def make_report(
         Cost that no schedule can go below at this budget.
     notes : iterable of str
     """
-    rows = tuple(_rows(problem, plan.regions, depth=0, start=0, stop=len(problem.ops)))
+    rows = tuple(region_rows(problem, plan.regions, depth=0, start=0, stop=len(problem.ops)))
     return Report(
         regions=rows,
         budget_bytes=budget.peak_bytes,
@@ -250,13 +200,6 @@ def make_report(
     )
 
 
-def to_text(renderable: RenderableType) -> str:
-    """Print to a string, without colours, the same on every terminal."""
-    out = io.StringIO()
-    Console(file=out, width=_WIDTH, color_system=None, legacy_windows=False).print(renderable)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
-
-
 def _peak_op(problem: Problem, prediction: Prediction) -> str:
     if not 0 <= prediction.peak_op < len(problem.ops):
         return ""
@@ -268,185 +211,5 @@ def _peak_op(problem: Problem, prediction: Prediction) -> str:
     return f"{where} ({prediction.peak_phase}{source}, gradients {gradients})"
 
 
-# Rows
-
-
-def _rows(
-    problem: Problem, regions: tuple[Region, ...], *, depth: int, start: int, stop: int
-) -> Iterator[RegionRow]:
-    """Yield a row for each region; ``start`` and ``stop`` delimit what surrounds them."""
-    freed = _freed_bytes(problem, regions, start, stop)
-    for region, freed_bytes in zip(regions, freed, strict=True):
-        ops = problem.ops[region.start : region.stop]
-        frame = replay_of(problem).frames(region)
-        yield RegionRow(
-            module=region.module or _common_module(ops),
-            source=file_and_line(ops[0].source),
-            start=region.start,
-            stop=region.stop,
-            depth=depth,
-            freed_bytes=freed_bytes,
-            recompute_cost=frame.cost,
-            recompute_flops=frame.flops,
-            random=any(op.random for op in ops),
-            kept=len(region.kept),
-            prologue=len(region.prologue),
-        )
-        yield from _rows(
-            problem, region.children, depth=depth + 1, start=region.start, stop=region.stop
-        )
-
-
-def _freed_bytes(
-    problem: Problem, regions: tuple[Region, ...], start: int, stop: int
-) -> Iterator[int]:
-    """Yield, for each region, the bytes it frees less those that are kept for it alone."""
-    inside = {index for region in regions for index in range(region.start, region.stop)}
-    held = {problem.values[value].storage for value in problem.outputs}
-    for index in set(range(start, stop)) - inside:
-        held.update(problem.ops[index].saved)
-    saved = _saved_storages(problem, start, stop)
-    inputs = [_input_storages(problem, region) for region in regions]
-    frames = replay_of(problem).frames
-    kept = (s for region in regions for i in frames(region).kept for s in held_for(problem, i))
-    lasting = held.union(kept, *inputs)
-    kept_anyway = held | saved
-    made = _made_storages(problem, range(start, stop))
-    for region, its_inputs in zip(regions, inputs, strict=True):
-        freed = _saved_storages(problem, region.start, region.stop)
-        freed &= _made_storages(problem, range(region.start, region.stop))
-        extra = (its_inputs & made) - kept_anyway
-        # A storage that several regions read is kept once, and charged to the first.
-        kept_anyway |= extra
-        state = any(op.random for op in problem.ops[region.start : region.stop])
-        yield (
-            _nbytes(problem, freed - lasting)
-            - _nbytes(problem, extra)
-            - state * problem.random_state_bytes
-        )
-
-
-def _saved_storages(problem: Problem, start: int, stop: int) -> set[int]:
-    return {storage for op in problem.ops[start:stop] for storage in op.saved}
-
-
-def _input_storages(problem: Problem, region: Region) -> set[int]:
-    ran = [*region.prologue, *range(region.start, region.stop)]
-    read = {
-        problem.values[value].storage
-        for index in ran
-        for value in problem.ops[index].inputs
-        if not problem.values[value].parameter
-    }
-    return read - _made_storages(problem, ran)
-
-
-def _nbytes(problem: Problem, storages: set[int]) -> int:
-    return sum(problem.storages[storage].nbytes for storage in storages)
-
-
-def _made_storages(problem: Problem, ops: Collection[int]) -> set[int]:
-    return {index for index, item in enumerate(problem.storages) if item.producer in ops}
-
-
-def _common_module(ops: tuple[Op, ...]) -> str:
-    """Return ``h.3.attn`` for ops of one module, ``h.3-4`` for layers, else first and last."""
-    paths = [tuple(op.module.split(".")) for op in ops if op.module]
-    if not paths:
-        return "(top)"
-    depth = 0
-    while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
-        depth += 1
-    common, nexts = paths[0][:depth], [path[depth : depth + 1] for path in paths]
-    if all(name and name[0].isdigit() for name in nexts):
-        return ".".join((*common, f"{nexts[0][0]}-{nexts[-1][0]}"))
-    return ".".join(common) or f"{_layer(paths[0])} .. {_layer(paths[-1])}"
-
-
-def _layer(path: tuple[str, ...]) -> str:
-    """Return a path up to its first index: ``down_blocks.0``."""
-    depth = next((depth for depth, name in enumerate(path, 1) if name.isdigit()), len(path))
-    return ".".join(path[:depth])
-
-
 def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-# Tables
-
-
-def _region_table(report: Report) -> Table:
-    table = Table(title="Regions that run again in backward", title_justify="left")
-    table.add_column("module", overflow="fold")
-    table.add_column("source", no_wrap=True)
-    for name in ("regions", "ops", "frees", "runs again"):
-        table.add_column(name, justify="right")
-    more = [name for name in ("kept", "prologue") if any(getattr(r, name) for r in report.regions)]
-    for name in more:
-        table.add_column(name, justify="right")
-    table.add_column("random")
-    for rows in _alike(report.regions):
-        first = rows[0]
-        table.add_row(
-            "  " * first.depth + name_together([row.module for row in rows]),
-            first.source,
-            str(len(rows)),
-            str(first.ops),
-            format_bytes(sum(row.freed_bytes for row in rows)),
-            _cost_text(report, sum(row.recompute_cost for row in rows)),
-            *(str(getattr(first, name) or "") for name in more),
-            "yes" if first.random else "",
-        )
-    return table
-
-
-def _alike(rows: tuple[RegionRow, ...]) -> list[list[RegionRow]]:
-    """Group the rows that say the same of repeated layers, in the order of the first ones."""
-    groups: dict[tuple[object, ...], list[RegionRow]] = {}
-    for row in rows:
-        pattern = layer_pattern(row.module)
-        same = row.depth, row.ops, row.freed_bytes, row.random, row.kept, row.prologue
-        key = (pattern, row.source, *same)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
-
-
-def _totals(report: Report) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, text in _total_lines(report):
-        table.add_row(name, text)
-    return table
-
-
-def _total_lines(report: Report) -> Iterator[tuple[str, str]]:
-    assert report.budget_bytes is not None
-    asked = f" (asked: {report.budget_text})" if report.budget_text else ""
-    yield "budget", format_bytes(report.budget_bytes) + asked
-    yield "peak, plain", _both(report.plain_peak_bytes, report.measured_plain_peak_bytes)
-    yield "peak, planned", _both(report.peak_bytes, report.measured_peak_bytes)
-    if report.peak_op:
-        yield "peak is at", report.peak_op
-    yield "of it fixed", f"{format_bytes(report.fixed_bytes)} (what no checkpoint can change)"
-    yield "runs again", _recompute_text(report)
-    yield "FLOPs of a step", f"{report.flop_ratio:.3f} times those of the plain step"
-    yield "solver", f"{report.solver}, {report.status}, {report.solve_seconds:.2f} s"
-
-
-def _both(predicted: int, measured: int | None) -> str:
-    text = f"{format_bytes(predicted)} predicted"
-    return text if measured is None else f"{text}, {format_bytes(measured)} measured"
-
-
-def _recompute_text(report: Report) -> str:
-    text = f"{report.recompute_share:.1%} of a forward ({_cost_text(report, report.recompute_cost)}"
-    text += f", cost: {report.cost})"
-    if report.bound_share is not None:
-        text += f"; no schedule can do with less than {report.bound_share:.1%}"
-    return text
-
-
-def _cost_text(report: Report, cost: int) -> str:
-    return f"{cost / 1e6:.2f} ms" if report.cost in ("time", "roofline") else f"{cost:,}"

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import autockpt
-from autockpt import meters, pipeline
+from autockpt import choosing, meters, pipeline
 from benchmarks.common import MB, show
 from solvers import Plan, Problem, simulate
 from tests import zoo
@@ -117,13 +117,16 @@ def staged(
 ) -> Iterator[None]:
     """Run the named stages of the pipeline inside ``around``."""
 
+    def room(stage: str) -> Any:
+        return choosing if stage == "solve" else pipeline
+
     def wrapped(stage: str) -> Callable[..., Any]:
-        run: Callable[..., Any] = getattr(pipeline, stage)
+        run: Callable[..., Any] = getattr(room(stage), stage)
         return lambda *args, **kwargs: around(stage, lambda: run(*args, **kwargs))
 
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(mock.patch.object(pipeline, stage, wrapped(stage)))
+            stack.enter_context(mock.patch.object(room(stage), stage, wrapped(stage)))
         yield
 
 

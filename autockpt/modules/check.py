@@ -13,8 +13,8 @@ from autockpt.capture.check import fingerprint
 from autockpt.capture.refusals import drop, gone
 from autockpt.capture.restore import RandomState
 from autockpt.errors import RecomputationError
-from autockpt.modules.observe import plain_forward
 from autockpt.modules.parts import Forward, calling
+from autockpt.modules.rehearsal import plain_forward
 from autockpt.modules.run import Regions, Run
 from autockpt.modules.unwritten import unwritten
 

@@ -11,8 +11,8 @@ from torch._compile import _disable_dynamo
 
 from autockpt.capture.restore import RandomState
 from autockpt.modules.compiled import Compiled
-from autockpt.modules.observe import plain_forward
 from autockpt.modules.parts import Caller, exchange
+from autockpt.modules.rehearsal import plain_forward
 from autockpt.modules.run import Run
 from autockpt.modules.step import ModuleStep
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
+from autockpt.choosing import bound_cost, choose_plan, resolve_budget
 from autockpt.errors import CaptureError
 from autockpt.layers import layer_pattern
 from autockpt.lower import lower
@@ -24,11 +25,8 @@ from autockpt.pipeline import (
     PLANNING,
     ForwardError,
     Known,
-    bound_cost,
-    choose_plan,
     enough_memory,
     lower_step,
-    resolve_budget,
     run_step,
 )
 from autockpt.profiler import device_of, profile
@@ -258,7 +256,8 @@ def _solved(
     settings = replace(settings, reserve=settings.reserve + beside)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
-    plan = choose_plan(settings, problem, budget, plain, _translated(known, problem))
+    known = _translated(known, problem)
+    plan = choose_plan(settings, problem, budget, plain, given=known.given, known=known.plans)
     regions = regions_of(model, observed, plan)
     report = make_report(
         problem,
