@@ -102,7 +102,6 @@ class _Search:
     progress: Callable[[str], None] | None
     started: float = field(default_factory=time.perf_counter)
     best: Regions | None = None
-    holding: Regions | None = None
     cut_short: bool = False
 
     def say(self, line: str) -> None:
@@ -122,8 +121,6 @@ class _Search:
         if regions is None or self.replay.price(regions)[0] > self.budget_bytes:
             return
         self.best = self._better(self.best, regions)
-        if not any(region.prologue or region.kept for region in regions):
-            self.holding = self._better(self.holding, regions)
 
     def _better(self, best: Regions | None, regions: Regions) -> Regions:
         """Return the cheaper of two; the first where they are equal."""
@@ -213,10 +210,15 @@ class _Search:
         assert self.best is not None
         replay, budget_bytes = self.replay, self.budget_bytes
         self.say("local search")
-        # Regions with prologues stay as they are: what holds all its inputs may end up better.
-        starts = dict.fromkeys((self.best, self.holding or self.best))
-        for regions in starts:
-            better = improve(replay, regions, budget_bytes, self._prices(), self.deadline)
+        for keeping in (False, True):
+            better = improve(
+                replay,
+                self.best,
+                budget_bytes,
+                self._prices(),
+                self.deadline,
+                keeping=keeping,
+            )
             self.best = self._better(self.best, tidied(replay, better, budget_bytes))
         self.cut_short = self.cut_short or self.deadline.over()
 

@@ -43,14 +43,17 @@ def improve(
     budget_bytes: int,
     prices: int,
     deadline: Deadline = WITHOUT_END,
+    *,
+    keeping: bool = False,
 ) -> tuple[Region, ...]:
     """Return regions that fit and cost no more, after at most ``prices`` calls of the judge.
 
     Deterministic: takes the first change that helps and goes on from where it was. Edges move,
-    regions go, meet or split. Regions with regions inside stay as they are.
+    regions go, meet or split, and if ``keeping`` keep an op more or less. Regions with regions
+    inside stay as they are.
     """
     while True:
-        for change in _changes(replay, regions):
+        for change in _changes(replay, regions, keeping=keeping):
             if prices <= 0 or deadline.over():
                 return regions
             prices -= 1
@@ -189,7 +192,9 @@ class _Change:
         return (*regions[: self.first], *self.others, *regions[self.first + self.count :])
 
 
-def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[_Change]:
+def _changes(
+    replay: Replay, regions: tuple[Region, ...], *, keeping: bool = False
+) -> Iterator[_Change]:
     """Yield the ways to neighbouring plans, those of the costliest regions first."""
     order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
     for k in order:
@@ -200,6 +205,11 @@ def _changes(replay: Replay, regions: tuple[Region, ...]) -> Iterator[_Change]:
         yield _Change(k, 1)
         for region in _moved(replay, regions[k], low, high):
             yield _Change(k, 1, (region,))
+            kept = tuple(i for i in regions[k].kept if region.start <= i < region.stop)
+            if keeping and kept:
+                yield _Change(k, 1, (replace(region, kept=kept),))
+        if keeping:
+            yield from (_Change(k, 1, (region,)) for region in _keeping(replay, regions[k]))
         yield from _joints(replay, regions, k)
 
 
@@ -210,6 +220,16 @@ def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Regi
             yield Region(start=start, stop=region.stop)
         if region.start < stop <= high and _allowed(replay, region.start, stop):
             yield Region(start=region.start, stop=stop)
+
+
+def _keeping(replay: Replay, region: Region) -> Iterator[Region]:
+    """Yield the region with one op more that it keeps, or one less."""
+    keepable = replay.keepable
+    for i in range(region.start, region.stop):
+        if i in region.kept:
+            yield replace(region, kept=tuple(k for k in region.kept if k != i))
+        elif i in keepable and not region.children:
+            yield replace(region, kept=tuple(sorted((*region.kept, i))))
 
 
 def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[_Change]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from solvers.frames import AFTER_BACKWARD, Frame, Frames, stretched
 from solvers.gradients import gradient_flows
 from solvers.graph import make_graph
+from solvers.keeping import keepable_ops
 from solvers.plan import Region
 from solvers.prediction import Prediction
 from solvers.problem import Problem
@@ -51,6 +52,7 @@ class Replay:
         self.least: tuple[Region, ...] | None = None
         self.least_flat: tuple[Region, ...] | None = None
         self.steady: Problem | None = None
+        self.keepable = keepable_ops(problem)
 
     def _forward_levels(self) -> Levels:
         """Return the forward levels when nothing is kept, workspaces aside."""
