@@ -158,7 +158,7 @@ class Emitter:
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))
             given = [self._renderer.names[tensor] for tensor in tensors]
             once = "skipped" if index in scope.idle else "kept"
-            text = f"{once}({', '.join(['keep', str(index), f'lambda: {text}', *given])})"
+            text = f"{once}({', '.join(['keep', str(index), _later(text, given), *given])})"
         parts = self._parts(scope, position)
         if len(parts) == 1:
             name = self._renderer.names[parts[0]]
@@ -243,12 +243,24 @@ class Emitter:
         call = f"checkpoint({', '.join(arguments)})"
         if idle:
             given = [self._renderer.names[node] for node in scope.reads]
+            call = _later(call, given)
             if len(scope.returns) > 1:
                 given.append(f"results={len(scope.returns)}")
-            call = f"skipped({', '.join(['keep', str(scope.start), f'lambda: {call}', *given])})"
+            call = f"skipped({', '.join(['keep', str(scope.start), call, *given])})"
         if not scope.returns:
             return call
         return f"{', '.join(self._renderer.names[node] for node in scope.returns)} = {call}"
+
+
+def _later(text: str, variables: Sequence[str]) -> str:
+    """Write a function that evaluates an expression.
+
+    Variables are defaults of parameters, not free: one that a function closes over and that is
+    deleted afterwards is beyond Dynamo.
+    """
+    names = dict.fromkeys(variables)
+    parameters = " " + ", ".join(f"{name}={name}" for name in names) if names else ""
+    return f"lambda{parameters}: {text}"
 
 
 def _own_arguments(scope: Scope) -> list[str]:
