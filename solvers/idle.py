@@ -47,8 +47,14 @@ class Idling:
         self._results = tuple(bool(op.outputs) for op in problem.ops)
         self.makes = tuple(bool(produced) for produced in graph.produced)
         storage = [value.storage for value in problem.values]
+        # Of what was there before the step nobody says whether it is saved: a view of that, made
+        # by an op, may be.
+        before = [
+            problem.storages[s].producer is None and self.definers[v] >= 0
+            for v, s in enumerate(storage)
+        ]
         self.packed = tuple(
-            tuple(v for v in op.inputs if storage[v] in op.saved) for op in problem.ops
+            tuple(v for v in op.inputs if storage[v] in op.saved or before[v]) for op in problem.ops
         )
         casts = {problem.storages[s].producer for s in problem.forward_held}
         # Where modules are the regions, their own Python runs, and all of it.

@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils.hooks import BackwardHook
 
 from autockpt.capture import module_hooks
 
 _LOCK = threading.RLock()
 _ACTIVE = threading.local()
+_NOT_THERE = object()
 _MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -63,7 +65,7 @@ def patched(recorder: Listener) -> Iterator[None]:
         undo: list[tuple[Any, str, Any]] = []
 
         def replace(owner: Any, name: str, value: Any) -> None:
-            undo.append((owner, name, owner.__dict__[name]))
+            undo.append((owner, name, owner.__dict__.get(name, _NOT_THERE)))
             setattr(owner, name, value)
 
         try:
@@ -74,7 +76,9 @@ def patched(recorder: Listener) -> Iterator[None]:
             replace(torch.overrides, name, _say_no_to_modules(torch.overrides.has_torch_function))
             replace(torch.nn.Module, "__call__", _module_call(torch.nn.Module.__call__))
             replace(torch.nn.Module, "_apply", _cast(torch.nn.Module._apply))
-            replace(torch.autograd.Function, "apply", _apply())
+            # Below ``Function.apply``, which people bind to a name when they import: what comes
+            # next in the order of classes is asked for anew at each call.
+            replace(_SingleLevelFunction, "apply", _apply())
             replace(BackwardHook, "setup_input_hook", _hook(BackwardHook.setup_input_hook, True))
             replace(BackwardHook, "setup_output_hook", _hook(BackwardHook.setup_output_hook, False))
             replace(torch.autograd, "_engine_run_backward", _engine(torch.autograd))
@@ -87,7 +91,10 @@ def patched(recorder: Listener) -> Iterator[None]:
         finally:
             _ACTIVE.listener = None
             for owner, name, value in reversed(undo):
-                setattr(owner, name, value)
+                if value is _NOT_THERE:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
 
 
 def _say_no(check: Callable[..., bool]) -> Callable[..., bool]:
@@ -135,19 +142,20 @@ def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply() -> Any:
-    original: Any = torch.autograd.Function.__dict__["apply"]
+    called: Any = torch.autograd.Function.__dict__["apply"]
+    runs: Any = torch._C._FunctionBase.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        # Bound to the class as the user's code would find it: a target that still stands
-        # when the patch is gone.
-        bound = original.__get__(None, cls)
         recorder = listener()
         if recorder is None:
-            return bound(*args, **kwargs)
+            return runs.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             recorder.dissolve()
             function, _preserve, *rest = args
             return function(*rest)
+        # Bound to the class as the user's code would find it: a target that still stands
+        # when the patch is gone.
+        bound = called.__get__(None, cls)
         return recorder.opaque(module_hooks.point_of(cls) or bound, args, kwargs)
 
     return classmethod(apply)

@@ -117,11 +117,11 @@ class _Again:
     def __init__(self, facts: Facts, module: nn.Module) -> None:
         self._facts = facts
         self._module = module
-        self._then = [(tensor, version(tensor)) for tensor in facts.read(module)]
+        self._then = [(t, version(t), _address(t)) for t in facts.read(module)]
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> None:
-        for name, (tensor, number) in zip(self._facts.reads, self._then, strict=True):
+        for name, (tensor, number, address) in zip(self._facts.reads, self._then, strict=True):
             if version(tensor) != number:
                 raise _changed(
                     self._facts,
@@ -129,6 +129,8 @@ class _Again:
                     f"has been modified by an inplace operation (it is at version "
                     f"{version(tensor)}, expected version {number})",
                 )
+            if _address(tensor) != address:
+                raise _changed(self._facts, name, "was given other .data")
         if not self._holds():
             self._put_back()
         if self._facts.writes_statistics:
@@ -146,7 +148,7 @@ class _Again:
             now = self._facts.read(self._module)
         except (AttributeError, LookupError, TypeError):  # a layer is gone, or another one
             return False
-        return all(a is b for a, (b, _) in zip(now, self._then, strict=True))
+        return all(a is b for a, (b, _, _) in zip(now, self._then, strict=True))
 
     def _put_back(self) -> None:
         """Put the tensors of the forward in place of those that are there now."""
@@ -154,9 +156,14 @@ class _Again:
         for target, place in zip(self._facts.reads, places, strict=True):
             if place is None:
                 raise _changed(self._facts, target, "was taken out of the model")
-        for (table, name), (tensor, _) in zip(filter(None, places), self._then, strict=True):
+        for (table, name), (tensor, _, _) in zip(filter(None, places), self._then, strict=True):
             self._replaced.append((table, name, table[name]))
             table[name] = tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Tell where a tensor's bytes are: ``.data = ...`` moves them behind the version's back."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _place_on(module: nn.Module, target: str) -> tuple[dict[str, Any], str] | None:

@@ -22,6 +22,7 @@ __all__ = ["keeper", "kept", "skipped"]
 _HOOKS: Any = torch._C._autograd
 _Run = Callable[[], Any]
 _View = tuple[int, torch.Size, tuple[int, ...], int]
+_Layout = tuple[tuple[int, ...], int]
 
 
 def keeper() -> Any:
@@ -66,7 +67,7 @@ class _Keeper:
 class _Kept:
     """One op: what it packed in forward, and its result."""
 
-    __slots__ = ("_arguments", "_packed", "_requires_grad", "_result", "_versions")
+    __slots__ = ("_arguments", "_layouts", "_packed", "_requires_grad", "_result", "_versions")
 
     _result: torch.Tensor
     _requires_grad: bool
@@ -74,6 +75,7 @@ class _Kept:
     def __init__(self, arguments: tuple[torch.Tensor, ...]) -> None:
         kinds = ((_kind(argument), i) for i, argument in enumerate(arguments))
         self._arguments = {kind: i for kind, i in kinds if kind is not None}
+        self._layouts = [_layout(argument) for argument in arguments]
         self._packed: list[torch.Tensor | _View] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
 
@@ -126,7 +128,8 @@ class _Kept:
                     tensor = entry
                 else:
                     number, size, stride, offset = entry
-                    tensor = arguments[number].detach().as_strided(size, stride, offset)
+                    argument = _laid_out(arguments[number].detach(), self._layouts[number])
+                    tensor = argument.as_strided(size, stride, offset)
                 # Ends the recomputation where this was the last tensor.
                 hooks[0](tensor)
 
@@ -134,6 +137,25 @@ class _Kept:
         """Give the result of forward, at the root of a graph of its own."""
         (result,) = rooted((self._result,), [self._requires_grad])
         return result
+
+
+def _layout(tensor: torch.Tensor) -> _Layout | None:
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor.stride(), int(tensor.storage_offset())
+
+
+def _laid_out(tensor: torch.Tensor, layout: _Layout | None) -> torch.Tensor:
+    """Give a tensor as it lay in forward: hooks around the step may give it back otherwise."""
+    if layout is None or _layout(tensor) == layout:
+        return tensor
+    strides, offset = layout
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    room = tensor.new_empty(max(0, offset + reach + 1) if tensor.numel() else 0)
+    # What is expanded is one element.
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    room.as_strided(tensor.shape, strides, offset)[once].copy_(tensor[once])
+    return room
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...] | None:

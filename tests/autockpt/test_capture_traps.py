@@ -343,9 +343,15 @@ class Pair(torch.autograd.Function):
         return ga + 2 * gb
 
 
-def test_autograd_function_is_one_node_with_its_backward() -> None:  # I5, I7, I8
+stateful, pair = Stateful.apply, Pair.apply
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_autograd_function_is_one_node_with_its_backward(by_name: bool) -> None:  # I5, I7, I8
     w = nn.Parameter(0.2 * X(16, 16))
     model = Fun(lambda self, x: x + Pair.apply(Stateful.apply(x, self.w))[0], w=w)
+    if by_name:  # bound when the module was imported
+        model = Fun(lambda self, x: x + pair(stateful(x, self.w))[0], w=w)
     capture = assert_captured(model, (X(4, 16, requires_grad=True),))
     opaque = [n for n in capture.graph.nodes if n.meta.get("opaque")]
     assert [n.target.__self__ for n in opaque] == [Stateful, Pair]  # type: ignore[union-attr]

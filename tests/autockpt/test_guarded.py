@@ -43,6 +43,12 @@ def shifted_bias(model: Any) -> None:
         block.up.bias.add_(1)
 
 
+def other_data(model: Any) -> None:
+    # Behind the back of versions: plain autograd has the old bytes, a recomputation would not.
+    for block in model.blocks:
+        block.up.weight.data = block.up.weight.data.clone()
+
+
 def loaded(model: Any) -> None:
     model.load_state_dict(Net().state_dict())
 
@@ -64,6 +70,7 @@ def stepped(model: Any) -> None:
         (shifted_bias, "modified by an inplace operation"),
         (loaded, "modified by an inplace operation"),
         (stepped, "modified by an inplace operation"),
+        (other_data, "was given other .data"),
         (no_layers, "was taken out of the model"),
     ],
 )

@@ -128,7 +128,7 @@ def test_compiled():
     found = autockpt.optimize(model, (x,), memory_budget="100%", plan=given, loss=Tensor.sum)
     assert any(region.kept for region in found.autockpt.plan.regions)
     plain = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    compiled = torch.compile(found, backend="aot_eager")
+    compiled = torch.compile(found, backend="aot_eager", fullgraph=True)
     for module in (plain, compiled):
         module(x).sum().backward()
     for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
