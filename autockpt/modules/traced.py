@@ -83,11 +83,16 @@ class OwnPython(UserFunctionVariable):
             with _asked(tracing):
                 result = super().call_function(tx, args, kwargs)
         except Unsupported as reason:
-            if tracing.inside is None:
+            if tracing.inside is not None:
+                # It may be that only a checkpoint does not take it: then the next trace gets
+                # through.
+                tracing.compiled.exclude(tracing.inside, str(reason).partition("\n")[0])
+            else:
                 tracing.compiled.breaks = True
-                raise
-            # It may be that only a checkpoint does not take it: then the next trace gets through.
-            tracing.compiled.exclude(tracing.inside, str(reason).partition("\n")[0])
+                if tx.one_graph:
+                    raise
+                # The next trace makes another call in place of this one.
+                start -= 1
         else:
             if not tracing.compiled.probing:
                 return result
