@@ -133,11 +133,13 @@ class Freezer:
         return (type(value), state) if state else _Comparable(value)
 
     def _items(self, value: Any, depth: int, deep: bool) -> Any:
-        items = items_of(value)
+        # Most hook tables are empty.
+        if not (items := items_of(value)):
+            return ()
         if isinstance(value, (set, frozenset)):
             return frozenset((type(item), item) for item in items)
         if not isinstance(value, dict):
-            return tuple(self.value(item, depth + 1, deep) for item in items)
+            return tuple([self.value(item, depth + 1, deep) for item in items])
         count = len(items) // 2
         return tuple(
             (type(key), key, self.value(item, depth + 1, deep))

@@ -197,7 +197,7 @@ def fields_of(value: Any) -> dict[str, Any]:
     """Instance attributes of an object, with or without ``__slots__``."""
     space = getattr(value, "__dict__", None)
     found: dict[str, Any] = dict(space) if isinstance(space, dict) else {}
-    for name in _declared(type(value)):
+    for name in _declared(type(value))[0]:
         if name not in found and hasattr(value, name):
             found[name] = getattr(value, name)
     return found
@@ -205,34 +205,37 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def slots_of(value: Any) -> list[Any]:
     """Give the values of attributes that are in no namespace, with a mark where one is not set."""
-    return [getattr(value, name, _UNSET) for name in _declared(type(value))]
+    return [getattr(value, name, _UNSET) for name in _declared(type(value))[1]]
 
 
 def items_of(value: Any) -> list[Any]:
     """Items of a container, of a dict first the keys, whatever its class makes of iteration."""
-    kind = next(k for k in (OrderedDict, *CONTAINERS) if isinstance(value, k))
+    kind: Any = type(value)
+    if kind not in EXACT:
+        kind = next(k for k in (OrderedDict, *CONTAINERS) if isinstance(value, k))
     items = list(kind.__iter__(value))
     return (
         [*items, *(dict.__getitem__(value, k) for k in items)] if issubclass(kind, dict) else items
     )
 
 
-_DECLARED: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_Names = tuple[str, ...]
+_DECLARED: weakref.WeakKeyDictionary[type, tuple[_Names, _Names]] = weakref.WeakKeyDictionary()
 
 
-def _declared(cls: type) -> tuple[str, ...]:
-    """Names of the fields and slots that a class declares."""
+def _declared(cls: type) -> tuple[_Names, _Names]:
+    """Names of the fields and slots that a class declares, and of the slots alone."""
     if (known := _DECLARED.get(cls)) is not None:
         return known
-    names: list[str] = []
-    if dataclasses.is_dataclass(cls):
-        names += [field.name for field in dataclasses.fields(cls)]
+    slots: list[str] = []
     for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        declared = base.__dict__.get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
             if name.startswith("__") and not name.endswith("__"):
                 name = f"_{base.__name__.lstrip('_')}{name}"
-            names.append(name)
-    found = tuple(n for n in dict.fromkeys(names) if n not in ("__dict__", "__weakref__"))
+            if name not in ("__dict__", "__weakref__"):
+                slots.append(name)
+    fields = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    found = tuple(dict.fromkeys((*fields, *slots))), tuple(slots)
     _DECLARED[cls] = found
     return found

@@ -116,6 +116,9 @@ class Snapshot:
         for index, (value, depth) in enumerate(zip(values, depths, strict=True)):
             if not isinstance(value, CONTAINERS):
                 self._held.add(value)
+            if type(value) is str:
+                # Most of what there is are names.
+                continue
             if isinstance(value, torch.Tensor):
                 level.tensors.append(index)
             elif isinstance(value, DATA):

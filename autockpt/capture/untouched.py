@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from autockpt.capture.paths import CONTAINERS, DATA, EXACT, is_apart, slots_of
 from autockpt.capture.snapshot import GLOBAL_HOOKS, Held, depth_in, is_nested, values_in
 
 _MOST_WAIT = 1024
+_space_of = operator.attrgetter("__dict__")
 
 
 class Untouched:
@@ -80,7 +82,10 @@ class _Seen:
         self._globals = _globals()
         self._dicts: list[dict[Any, Any]] = []
         self._empty: list[Any] = []
-        self._spaces = [id(vars(module)) for module in modules]
+        # Of the modules' own namespaces the versions, which no two dicts share: they may be
+        # replaced, and the root's holds the handle, which would hold it in turn.
+        self._spaces = list(map(dict_version, map(_space_of, modules)))
+        apart = {id(vars(module)) for module in modules}
         # What has no version: lists and sets by their items, objects by class and slots.
         self._others: list[Any] = []
         self._fixed: list[Any] = []
@@ -90,23 +95,22 @@ class _Seen:
             if isinstance(value, torch.Tensor):
                 tensors[id(value)] = value
             else:
-                self._add(value, model)
-        self._versions = list(map(dict_version, (vars(model), *self._dicts)))
+                self._add(value, apart)
+        self._versions = list(map(dict_version, self._dicts))
         self._items = list(map(_items, self._others))
         self._tensors = list(map(weakref.ref, tensors.values()))
         self._layouts = TensorGuards(
             *tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
 
-    def _add(self, value: Any, model: nn.Module) -> None:
+    def _add(self, value: Any, apart: set[int]) -> None:
         kind = type(value)
         if kind in _FIXED:
             self._fixed.append(value)
         elif kind in EXACT and not value:
             self._empty.append(value)
         elif kind is dict:
-            # The root's own namespace holds the handle, which would hold it in turn.
-            if value is not vars(model):
+            if id(value) not in apart:
                 self._dicts.append(value)
         else:
             self._others.append(value)
@@ -121,12 +125,12 @@ class _Seen:
     def holds(self, model: nn.Module) -> bool:
         if model is not self._modules[0]() or any(self._empty) or self._held.gone:
             return False
-        if list(map(dict_version, (vars(model), *self._dicts))) != self._versions:
+        if list(map(dict_version, self._dicts)) != self._versions:
             return False
         modules: Any = [reference() for reference in self._modules]
         if list(map(type, modules)) != self._classes or _globals() != self._globals:
             return False
-        if [id(module.__dict__) for module in modules] != self._spaces:
+        if list(map(dict_version, map(_space_of, modules))) != self._spaces:
             return False
         if list(map(_items, self._others)) != self._items:
             return False
@@ -169,7 +173,8 @@ def _reached(modules: list[nn.Module], others: list[Any]) -> Iterator[Any]:
     pending += [(value, 0) for value in others]
     while pending:
         value, depth = pending.popleft()
-        if id(value) in seen:
+        # Most of what there is are names.
+        if type(value) is str or id(value) in seen:
             continue
         if isinstance(value, torch.Tensor):
             yield value

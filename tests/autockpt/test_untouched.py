@@ -143,7 +143,8 @@ def more(value: Any) -> Any:
 
 def ordered(module: nn.Linear) -> None:
     """Move the first of two hooks behind the other."""
-    module._forward_hooks.move_to_end(next(iter(module._forward_hooks)))
+    hooks: Any = module._forward_hooks
+    hooks.move_to_end(next(iter(hooks)))
 
 
 def hooked() -> nn.Linear:
@@ -169,7 +170,7 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "object in a list": (lambda: [more(SlotsAndMore())], lambda v: setattr(v[0], "value", 2)),
     "partial": (lambda: functools.partial(max, key=1), lambda v: v.keywords.update(key=2)),
     "partial of a callable": (
-        lambda: functools.partial(Act(), 1),
+        lambda: functools.partial(Act(), torch.ones(1)),
         lambda v: setattr(v.func, "slope", 2),
     ),
     "namespace": (lambda: more(Bare()), lambda v: setattr(v, "__dict__", {"more": 2})),
@@ -224,7 +225,8 @@ def test_changes_in_place_are_seen(
 
 
 def test_an_address_used_again_is_no_same_value() -> None:
-    model, untouched = Net(), Untouched()
+    model: Any = Net()
+    untouched = Untouched()
     model.values = [float("1.25")]
     token = untouched.token(model)
     for _ in range(2):
