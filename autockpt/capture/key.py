@@ -24,7 +24,8 @@ class Key:
     Class, ``training``, plain attributes, hook tables and children of every module, global
     hooks, layout and sharing of parameters and buffers, arguments (tensors by layout and
     sharing, everything else by value), and the ambient modes. Config objects and other
-    objects in attributes count one level deep; closures and globals do not count.
+    objects in attributes count one level deep, as do modules that are no part of the tree;
+    closures, globals, and attributes of classes and functions do not count.
 
     Notes
     -----

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import functools
 import re
+import types
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 Step = tuple[Literal["item", "attr"], Any]
 
 _STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[(?P<key>-?\d+|'[^']*')\]")
 _MAX_DEPTH = 8
+_UNSET = object()
+
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+# These hold nothing but their items; what derives from them may have attributes beside those.
+EXACT = frozenset({*CONTAINERS, OrderedDict, torch.Size})
+# Written in place without anyone noticing.
+DATA = (np.ndarray, bytearray, array.array)
+
+# Called, and without a state of its own; of the last two a key looks at what they are bound to.
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodType,
+    functools.partial,
+)
+# Callables of torch's machinery and compiled kernels: what they hold is caches, filled by a call.
+_MACHINERY = ("torch._", "torch.jit", "torch.library", "triton")
 
 # What the library hangs on an optimized root; it says nothing about the forward.
 OURS = frozenset({"autockpt"})
@@ -160,19 +187,55 @@ def is_atom(value: object) -> bool:
         return True
     # Not isinstance: these classes answer that in Python, and most of what is asked about is
     # neither.
-    return callable(value) or issubclass(type(value), (torch.device, torch.Generator))
+    cls = type(value)
+    if issubclass(cls, (torch.device, torch.Generator, *_FUNCTIONS)):
+        return True
+    return callable(value) and str(cls.__module__).startswith(_MACHINERY)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Instance attributes of an object, with or without ``__slots__``."""
-    found: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                found.setdefault(field.name, getattr(value, field.name))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found.setdefault(name, getattr(value, name))
+    space = getattr(value, "__dict__", None)
+    found: dict[str, Any] = dict(space) if isinstance(space, dict) else {}
+    for name in _declared(type(value))[0]:
+        if name not in found and hasattr(value, name):
+            found[name] = getattr(value, name)
+    return found
+
+
+def slots_of(value: Any) -> list[Any]:
+    """Give the values of attributes that are in no namespace, with a mark where one is not set."""
+    return [getattr(value, name, _UNSET) for name in _declared(type(value))[1]]
+
+
+def items_of(value: Any) -> list[Any]:
+    """Items of a container, of a dict first the keys, whatever its class makes of iteration."""
+    kind: Any = type(value)
+    if kind not in EXACT:
+        kind = next(k for k in (OrderedDict, *CONTAINERS) if isinstance(value, k))
+    items = list(kind.__iter__(value))
+    return (
+        [*items, *(dict.__getitem__(value, k) for k in items)] if issubclass(kind, dict) else items
+    )
+
+
+_Names = tuple[str, ...]
+_DECLARED: weakref.WeakKeyDictionary[type, tuple[_Names, _Names]] = weakref.WeakKeyDictionary()
+
+
+def _declared(cls: type) -> tuple[_Names, _Names]:
+    """Names of the fields and slots that a class declares, and of the slots alone."""
+    if (known := _DECLARED.get(cls)) is not None:
+        return known
+    slots: list[str] = []
+    for base in cls.__mro__:
+        declared = base.__dict__.get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{base.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__"):
+                slots.append(name)
+    fields = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    found = tuple(dict.fromkeys((*fields, *slots))), tuple(slots)
+    _DECLARED[cls] = found
     return found

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules import module as _module_globals
 
-from autockpt.capture.paths import fields_of, is_apart, is_atom
+from autockpt.capture.freeze import freeze_data, parts_of
+from autockpt.capture.paths import (
+    CONTAINERS,
+    DATA,
+    EXACT,
+    fields_of,
+    is_apart,
+    is_atom,
+    items_of,
+)
 
 GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -34,6 +45,8 @@ class _Level:
         self.layouts: _Layouts = ([], [], [], [], [], [])
         self.nested: list[int] = []
         self.classes: list[type] = []
+        self.arrays: list[int] = []
+        self.data: list[Any] = []
 
     def holds(self, values: list[Any]) -> bool:
         if list(map(id, values)) != self.ids:
@@ -41,13 +54,15 @@ class _Level:
         # An identity is that of another object if a container died and one was made in its place.
         if [type(values[index]) for index in self.nested] != self.classes:
             return False
-        return _layouts([values[index] for index in self.tensors]) == self.layouts
+        if _layouts([values[index] for index in self.tensors]) != self.layouts:
+            return False
+        return not self.arrays or [freeze_data(values[i]) for i in self.arrays] == self.data
 
     def next(self, values: list[Any]) -> list[Any]:
         inside: list[Any] = []
         for index in self.nested:
             value = values[index]
-            inside += value.values() if type(value) in _DICTS else values_in(value)
+            inside += (*value, *value.values()) if type(value) in _DICTS else values_in(value)
         return inside
 
 
@@ -63,8 +78,7 @@ class Snapshot:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._gone: list[Any] = []
-        self._held: dict[int, Any] = {}
+        self._held = Held()
         self._empty: list[Any] = []
         self._root = weakref.ref(model)
         modules = list(model.modules())
@@ -73,6 +87,7 @@ class Snapshot:
         self._levels: list[_Level] = []
         spaces = [vars(module).items() for module in modules]
         seen = {id(value) for space in spaces for name, value in space if is_apart(name)}
+        seen.update(map(id, modules))
         values = _namespaces(modules)
         depths = [0] * len(values)
         while values:
@@ -80,7 +95,7 @@ class Snapshot:
 
     def holds(self, model: torch.nn.Module) -> bool:
         """Whether nothing was replaced; False where that is not known."""
-        if self._gone or model is not self._root() or any(self._empty):
+        if self._held.gone or model is not self._root() or any(self._empty):
             return False
         modules: Any = [reference() for reference in self._modules]
         if list(map(type, modules)) != self._classes:
@@ -99,28 +114,49 @@ class Snapshot:
         level.ids = list(map(id, values))
         below: list[int] = []
         for index, (value, depth) in enumerate(zip(values, depths, strict=True)):
-            self._hold(value)
+            if not isinstance(value, CONTAINERS):
+                self._held.add(value)
+            if type(value) is str:
+                # Most of what there is are names.
+                continue
             if isinstance(value, torch.Tensor):
                 level.tensors.append(index)
+            elif isinstance(value, DATA):
+                level.arrays.append(index)
             elif id(value) not in seen and is_nested(value, depth):
                 seen.add(id(value))
-                inner = values_in(value)
-                if inner:
-                    level.nested.append(index)
-                    deeper = depth if isinstance(value, CONTAINERS) else max(depth, 1)
-                    below += [deeper + 1] * len(inner)
-                elif isinstance(value, CONTAINERS):
+                # Of these classes truth is asked in C, and there is nothing but items.
+                if type(value) in EXACT and not value:
                     self._empty.append(value)
+                else:
+                    level.nested.append(index)
+                    below += [depth_in(value, depth)] * len(values_in(value))
         level.classes = [type(values[index]) for index in level.nested]
         level.layouts = _layouts([values[index] for index in level.tensors])
+        level.data = [freeze_data(values[index]) for index in level.arrays]
         self._levels.append(level)
         return level.next(values), below
 
-    def _hold(self, value: Any) -> None:
-        if id(value) in self._held or isinstance(value, CONTAINERS):
+
+class Held:
+    """Objects whose identities are good: plain values are kept, of others it is known if one went.
+
+    Attributes
+    ----------
+    gone : list
+        Not empty if an object is no more, whose address another one may have.
+    """
+
+    def __init__(self) -> None:
+        self.gone: list[Any] = []
+        self._held: dict[int, Any] = {}
+
+    def add(self, value: Any) -> None:
+        """Watch a value."""
+        if id(value) in self._held:
             return
         try:
-            self._held[id(value)] = weakref.ref(value, self._gone.append)
+            self._held[id(value)] = weakref.ref(value, self.gone.append)
         except TypeError:
             self._held[id(value)] = value
 
@@ -129,8 +165,19 @@ def is_nested(value: Any, depth: int) -> bool:
     """Whether a key looks into a value, so far down."""
     if depth > _MAX_DEPTH:
         return False
+    if isinstance(value, (*CONTAINERS, *_BOUND)):
+        return True
     # As a key does: other objects count one level deep.
-    return isinstance(value, CONTAINERS) or (depth <= 1 and not is_atom(value))
+    return depth <= 1 and (isinstance(value, torch.nn.Module) or not is_atom(value))
+
+
+def depth_in(value: Any, depth: int) -> int:
+    """Give the depth of what is in a value, as a key counts it or less."""
+    if isinstance(value, torch.nn.Module):
+        return 1
+    if isinstance(value, _BOUND):
+        return depth
+    return (depth if isinstance(value, CONTAINERS) else max(depth, 1)) + 1
 
 
 _Layouts = tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]
@@ -149,23 +196,33 @@ def _layouts(tensors: list[torch.Tensor]) -> _Layouts:
     )
 
 
-CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_BOUND = (types.MethodType, functools.partial)
 _DICTS = (dict, OrderedDict)
 
 
 def values_in(value: Any) -> list[Any]:
-    """Give the items of a container, the attributes of an object."""
-    if isinstance(value, dict):
-        return list(dict.values(value))
+    """Give all that a key looks at in a value: keys and items, names and attributes."""
+    if type(value) in EXACT:
+        return items_of(value)
+    if isinstance(value, torch.nn.Module):
+        space = {name: item for name, item in vars(value).items() if not is_apart(name)}
+        return [*space, *space.values(), *parts_of(value)]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    fields = fields_of(value)
+    found = [*fields, *fields.values()]
     if isinstance(value, CONTAINERS):
-        return list(value)
-    space = getattr(value, "__dict__", None)
-    return list((space if isinstance(space, dict) else fields_of(value)).values())
+        found += items_of(value)
+    if isinstance(value, functools.partial):
+        found += [value.func, value.args, value.keywords]
+    return found
 
 
 def _namespaces(modules: Sequence[torch.nn.Module]) -> list[Any]:
     """Give what hangs on the modules, and the tables of global hooks."""
     values: list[Any] = [getattr(_module_globals, name) for name in GLOBAL_HOOKS]
     for module in modules:
-        values += module.__dict__.values()
+        space = module.__dict__
+        values += space
+        values += space.values()
     return values

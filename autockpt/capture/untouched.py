@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -13,10 +15,12 @@ from torch import nn
 from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch.nn.modules import module as _module_globals
 
-from autockpt.capture.paths import is_apart
-from autockpt.capture.snapshot import CONTAINERS, GLOBAL_HOOKS, is_nested, values_in
+from autockpt.capture.freeze import freeze_data
+from autockpt.capture.paths import CONTAINERS, DATA, EXACT, is_apart, slots_of
+from autockpt.capture.snapshot import GLOBAL_HOOKS, Held, depth_in, is_nested, values_in
 
 _MOST_WAIT = 1024
+_space_of = operator.attrgetter("__dict__")
 
 
 class Untouched:
@@ -78,36 +82,55 @@ class _Seen:
         self._globals = _globals()
         self._dicts: list[dict[Any, Any]] = []
         self._empty: list[Any] = []
+        # Of the modules' own namespaces the versions, which no two dicts share: they may be
+        # replaced, and the root's holds the handle, which would hold it in turn.
+        self._spaces = list(map(dict_version, map(_space_of, modules)))
+        apart = {id(vars(module)) for module in modules}
         # What has no version: lists and sets by their items, objects by class and slots.
         self._others: list[Any] = []
+        self._fixed: list[Any] = []
+        self._held = Held()
         tensors: dict[int, torch.Tensor] = {}
         for value in _reached(modules, self._globals):
             if isinstance(value, torch.Tensor):
                 tensors[id(value)] = value
-            elif isinstance(value, dict) and value:
-                # The root's own namespace holds the handle, which would hold it in turn.
-                if value is not vars(model):
-                    self._dicts.append(value)
-            elif isinstance(value, CONTAINERS) and not value:
-                self._empty.append(value)
-            elif not isinstance(value, (dict, tuple)):
-                self._others.append(value)
-                if isinstance(space := getattr(value, "__dict__", None), dict):
-                    self._dicts.append(space)
-        self._versions = list(map(dict_version, (vars(model), *self._dicts)))
+            else:
+                self._add(value, apart)
+        self._versions = list(map(dict_version, self._dicts))
         self._items = list(map(_items, self._others))
         self._tensors = list(map(weakref.ref, tensors.values()))
         self._layouts = TensorGuards(
             *tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
 
+    def _add(self, value: Any, apart: set[int]) -> None:
+        kind = type(value)
+        if kind in _FIXED:
+            self._fixed.append(value)
+        elif kind in EXACT and not value:
+            self._empty.append(value)
+        elif kind is dict:
+            if id(value) not in apart:
+                self._dicts.append(value)
+        else:
+            self._others.append(value)
+            if isinstance(value, dict):
+                self._dicts.append(value)
+            if isinstance(space := getattr(value, "__dict__", None), dict):
+                self._dicts.append(space)
+            if not isinstance(value, DATA):
+                for item in _unversioned(value):
+                    self._held.add(item)
+
     def holds(self, model: nn.Module) -> bool:
-        if model is not self._modules[0]() or any(self._empty):
+        if model is not self._modules[0]() or any(self._empty) or self._held.gone:
             return False
-        if list(map(dict_version, (vars(model), *self._dicts))) != self._versions:
+        if list(map(dict_version, self._dicts)) != self._versions:
             return False
-        modules = [reference() for reference in self._modules]
+        modules: Any = [reference() for reference in self._modules]
         if list(map(type, modules)) != self._classes or _globals() != self._globals:
+            return False
+        if list(map(dict_version, map(_space_of, modules))) != self._spaces:
             return False
         if list(map(_items, self._others)) != self._items:
             return False
@@ -118,27 +141,48 @@ def _globals() -> list[Any]:
     return [getattr(_module_globals, name) for name in GLOBAL_HOOKS]
 
 
+# Immutable: what is in them is looked at by itself.
+_FIXED = frozenset({tuple, frozenset, torch.Size})
+
+
 def _items(value: Any) -> list[Any]:
-    """Give the class of an object, with identities of what is in it and in no dict."""
-    if isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, CONTAINERS):
-        return [type(value)]
-    return [type(value), *map(id, values_in(value))]
+    """Give the class of an object, its namespace, and identities of what has no version."""
+    if isinstance(value, DATA):
+        return [freeze_data(value)]
+    space = getattr(value, "__dict__", None)
+    return [type(value), id(space), *map(id, _unversioned(value))]
+
+
+def _unversioned(value: Any) -> list[Any]:
+    """Give what is in a value and in no dict that has a version."""
+    if type(value) in EXACT:
+        # Of an ordered dict the keys: its version does not tell when one is moved to the end.
+        return list(value)
+    slots = slots_of(value)
+    if isinstance(value, (*CONTAINERS, functools.partial, types.MethodType)):
+        return [*slots, *values_in(value)]
+    return slots
 
 
 def _reached(modules: list[nn.Module], others: list[Any]) -> Iterator[Any]:
     """Walk what a key looks into: tensors, containers and objects in namespaces, nested."""
     spaces = [vars(module) for module in modules]
     seen = {id(value) for space in spaces for name, value in space.items() if is_apart(name)}
+    seen.update(map(id, modules))
     pending: deque[tuple[Any, int]] = deque((space, -1) for space in spaces)
     pending += [(value, 0) for value in others]
     while pending:
         value, depth = pending.popleft()
-        if id(value) in seen:
+        # Most of what there is are names.
+        if type(value) is str or id(value) in seen:
             continue
         if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, DATA):
+            seen.add(id(value))
             yield value
         elif depth < 0 or is_nested(value, depth):
             seen.add(id(value))
             yield value
-            deeper = depth if isinstance(value, CONTAINERS) else max(depth, 1)
-            pending += [(inner, deeper + 1) for inner in values_in(value)]
+            below = depth_in(value, depth)
+            pending += [(inner, below) for inner in values_in(value)]
