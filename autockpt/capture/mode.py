@@ -103,7 +103,10 @@ class Recorder(TorchFunctionMode):
                 "the model calls checkpoint itself, and its own Python would run",
                 "Switch that off: model.gradient_checkpointing_disable() in transformers.",
             )
-        self.note("the model's own checkpoint calls were dissolved and planned anew")
+        self.note(
+            "the model's own checkpoint calls were dissolved and planned anew: the plain step is "
+            "the one without them"
+        )
 
     def cast(self, module: torch.nn.Module, run: Callable[[], Any]) -> Any:
         """Run a ``module.to(...)`` in the forward, unseen: it is to find all as it should be."""

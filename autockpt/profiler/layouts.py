@@ -7,8 +7,10 @@ behind, so the step is run once on fake tensors, forward and backward, which tak
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -35,7 +37,8 @@ def gradient_layouts(
     Nodes whose gradients all lie as their values do are left out. Empty where the step cannot
     be run on fake tensors, as with calls that are not torch's own and write in place.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.enable_grad(), _unlogged():
         runner = _Runner(capture, model, mode, closures)
         try:
             runner.run(*tensors)
@@ -46,6 +49,18 @@ def gradient_layouts(
         finally:
             torch.clear_autocast_cache()
     return {node: tuple(found) for node, found in runner.layouts.items() if any(found)}
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep torch from logging as errors what an op has against fake tensors: that is expected."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]
