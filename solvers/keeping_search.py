@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solvers.interval_search import IntervalSearch, Segment
-from solvers.keeping import held_for, keepable_ops
+from solvers.keeping import held_for
 from solvers.plan import Region
 from solvers.replay import Replay
 from solvers.replayed import Replays
@@ -46,7 +46,7 @@ def _worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
         nbytes = sum(graph.nbytes[s] for s in held_for(problem, index))
         return problem.ops[index].cost * room >= rate * nbytes * replay.forward_cost
 
-    return frozenset(index for index in keepable_ops(problem) if is_worth(index))
+    return frozenset(index for index in replay.keepable if is_worth(index))
 
 
 def _segments(search: IntervalSearch, worth: frozenset[int]) -> Iterator[Segment]:
