@@ -35,7 +35,7 @@ def cells(name: str) -> Iterator[dict[str, Any]]:
     for form in FORMS:
         case = ZOO[name]()
         made: list[Any] = []
-        found = run(case, form, optimized(case, "60%", made, solver="interval_dp"))
+        found = run(case, form, optimized(case, form, "60%", made, solver="interval_dp"))
         same = "differs"
         if run(case, form).same_bits(found):
             same = "plain"

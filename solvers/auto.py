@@ -10,7 +10,7 @@ from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import Segment, best_flat, search_of
-from solvers.keeping_search import RATES, with_kept
+from solvers.keeping_search import RATES, with_kept, worth_keeping
 from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
@@ -22,8 +22,10 @@ from solvers.replay import Replay, replay_of
 
 Regions = tuple[Region, ...]
 
-_ASKED_SHARES = (1.01, 1.02)
+_ASKED_SHARE = 1.02
 _DEARER = (0.5, 0.25)
+# Here another way costs next to nothing.
+_SMALL_OPS = 300
 _PROLOGUE_SHARES = (1.0, 1.02)
 _PRICES = 800
 _PRICED_OPS = 400_000
@@ -140,9 +142,11 @@ class _Search:
         else:
             self.say("flat regions by dynamic programming")
             yield from self._flat()
-        if self._is_costly():
+        costly = self._is_costly()
+        if costly or len(problem.ops) <= _SMALL_OPS:
             self.say("nested regions over the blocks")
             yield iter([rotor.chain_of(self.replay).regions(self.budget_bytes)])
+        if costly:
             self.say("regions inside regions")
             yield iter([best_nested(self.replay, self.budget_bytes)])
 
@@ -168,10 +172,9 @@ class _Search:
     def _let_go(self, room: int) -> Iterator[Regions | None]:
         """Yield flat regions for more than there is, as tables count too much, made to fit."""
         replay, budget_bytes = self.replay, self.budget_bytes
-        for share in _ASKED_SHARES:
-            regions = search_of(replay).run(budget_bytes + int((share - 1) * room))
-            if regions is not None:
-                yield self._fitted(regions)
+        regions = search_of(replay).run(budget_bytes + int((_ASKED_SHARE - 1) * room))
+        if regions is not None:
+            yield self._fitted(regions)
 
     def _with_prologues(self, room: int) -> Iterator[Regions | None]:
         """Yield flat regions some of which make inputs again rather than hold them."""
@@ -179,7 +182,8 @@ class _Search:
         search = search_of(replay)
         self.say("regions with prologues, and with ops that run once")
         joined, apart = (with_prologues(search, joined=joined) for joined in (True, False))
-        kept = (_merged(joined, with_kept(search, rate)) for rate in RATES)
+        worth = dict.fromkeys(worth_keeping(replay, rate) for rate in RATES)
+        kept = (_merged(joined, with_kept(search, ops)) for ops in worth)
         if search.is_coarse:
             yield from (best_flat(replay, self.budget_bytes, more, dearer=0.5) for more in kept)
             return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from solvers.graph import Graph
 from solvers.idle import Idle, Idling
-from solvers.keeping import held_for
+from solvers.keeping import draws_again, held_for
 from solvers.plan import Region
 from solvers.problem import Problem
 from solvers.prologue import last_reads
@@ -138,7 +138,7 @@ class Frames:
             release=min(live, default=None),
             graph_end=max(ends, default=region.start),
             claims=claims,
-            random=any(self.problem.ops[i].random for i in inside),
+            random=draws_again(region, self.problem),
             cost=cost,
             flops=flops,
             ops=count,
@@ -180,9 +180,8 @@ class Frames:
         graph, ops = self.graph, self.problem.ops
         nbytes = graph.nbytes
         stretch = stretched(children)
-        inside = range(region.start, region.stop)
         state = self.problem.random_state_bytes
-        level = state if any(ops[i].random for i in inside) else 0
+        level = state if draws_again(region, self.problem) else 0
         state_changes = self._state_changes(children) if children and state else {}
         # The state is saved even where not one op runs before the replay ends.
         levels = [(region.start, level)] if level else []

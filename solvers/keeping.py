@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def keepable_ops(problem: Problem) -> frozenset[int]:
     """Return the ops that a region may keep.
 
-    Not those that stay outside regions or draw, nor those in a stretch that writes in place,
+    Not those that stay outside regions, nor those in a stretch that writes in place,
     that unpack several results, save statistics that they write, or make what autocast keeps;
     nor those that take a view, which would hold what they look at, nor those whose result the
     caller gets, and may write to before backward.
@@ -32,7 +32,7 @@ def keepable_ops(problem: Problem) -> frozenset[int]:
         index
         for index, op in enumerate(problem.ops)
         if op.outputs
-        and not (op.pinned or op.random or op.copied)
+        and not (op.pinned or op.copied)
         and problem.boundaries[index]
         and problem.boundaries[index + 1]
         and index not in casts
@@ -48,6 +48,22 @@ def held_for(problem: Problem, index: int) -> tuple[int, ...]:
     shown = [problem.values[v].storage for v in op.outputs]
     own = (s for s in (*shown, *op.saved) if problem.storages[s].producer == index)
     return tuple(dict.fromkeys(own))
+
+
+def draws_again(region: Region, problem: Problem) -> bool:
+    """Tell whether the replay of a region draws random numbers, those of regions inside aside."""
+    inside = range(region.start, region.stop)
+    return any(problem.ops[i].random and i not in region.kept for i in inside)
+
+
+def keeps_in_step(region: Region, problem: Problem) -> bool:
+    """Tell whether a region keeps all or none of its draws.
+
+    A draw that does not run again does not advance the generator: one after it would be given
+    what was its.
+    """
+    kept = any(problem.ops[i].random for i in region.kept)
+    return not (kept and draws_again(region, problem))
 
 
 def check_kept(regions: Sequence[Region], problem: Problem) -> None:
@@ -67,6 +83,11 @@ def check_kept(regions: Sequence[Region], problem: Problem) -> None:
                 range(inner.start, inner.stop)
             ):
                 raise PlanError(f"{where} is not a list of its ops in program order.")
+            if not keeps_in_step(inner, problem):
+                raise PlanError(
+                    f"{where} has some of its ops that draw random numbers and not all: name all "
+                    f"of them, or none."
+                )
             wrong = [index for index in inner.kept if index not in allowed]
             if wrong:
                 op = problem.ops[wrong[0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solvers.interval_search import IntervalSearch, Segment
-from solvers.keeping import held_for
+from solvers.keeping import held_for, keeps_in_step
 from solvers.plan import Region
 from solvers.replay import Replay
 from solvers.replayed import Replays
@@ -14,31 +14,8 @@ _REACH = 48
 RATES = (1.0, 2.0, 4.0)
 
 
-def with_kept(search: IntervalSearch, rate: float) -> dict[int, list[Segment]]:
-    """Return regions that keep what is worth it, by where they end.
-
-    Parameters
-    ----------
-    search : IntervalSearch
-    rate : float
-        An op is kept of which a byte costs so many times what one of the whole forward does, or
-        more, and of which a replay needs anything.
-
-    Notes
-    -----
-    Regions of at most 48 ops that begin with an op that runs again and end with one that saves
-    something. Linear in the number of ops.
-    """
-    replay = search.replay
-    worth = _worth_keeping(replay, rate)
-    found: dict[int, list[Segment]] = {}
-    if worth:
-        for segment in _segments(search, worth):
-            found.setdefault(segment.region.stop, []).append(segment)
-    return found
-
-
-def _worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
+def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
+    """Return ops of which a byte costs ``rate`` times what one of the whole forward does."""
     problem, graph = replay.problem, replay.graph
     room = replay.price(())[0] - replay.bases[0]
 
@@ -47,6 +24,27 @@ def _worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
         return problem.ops[index].cost * room >= rate * nbytes * replay.forward_cost
 
     return frozenset(index for index in replay.keepable if is_worth(index))
+
+
+def with_kept(search: IntervalSearch, worth: frozenset[int]) -> dict[int, list[Segment]]:
+    """Return regions that keep what is worth it, by where they end.
+
+    Parameters
+    ----------
+    search : IntervalSearch
+    worth : frozenset of int
+        Ops that are kept where a replay needs anything of them.
+
+    Notes
+    -----
+    Regions of at most 48 ops that begin with an op that runs again and end with one that saves
+    something. Linear in the number of ops.
+    """
+    found: dict[int, list[Segment]] = {}
+    if worth:
+        for segment in _segments(search, worth):
+            found.setdefault(segment.region.stop, []).append(segment)
+    return found
 
 
 def _segments(search: IntervalSearch, worth: frozenset[int]) -> Iterator[Segment]:
@@ -77,11 +75,15 @@ def _ending(
         run = start, stop - start
         if not tables.allowed[run]:
             continue
+        kept = window.kept_from(start, last)
+        region = Region(start=start, stop=stop, kept=kept)
+        if not keeps_in_step(region, search.replay.problem):
+            continue
         held = int(found.held[k])
         forward = int(tables.region_forward[run]) + held
         yield Segment(
             start=start,
-            region=Region(start=start, stop=stop, kept=window.kept_from(start, last)),
+            region=region,
             keeps=int(tables.region_keeps[run]) + int(found.hidden[k]),
             needs=max(forward, int(found.needs[k]) + outputs_bytes),
             cost=int(found.costs[k]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Self
 
+from solvers.keeping import keeps_in_step
 from solvers.plan import Region
 from solvers.replay import Replay
 
@@ -206,8 +207,9 @@ def _changes(
         for region in _moved(replay, regions[k], low, high):
             yield _Change(k, 1, (region,))
             kept = tuple(i for i in regions[k].kept if region.start <= i < region.stop)
-            if keeping and kept:
-                yield _Change(k, 1, (replace(region, kept=kept),))
+            same = replace(region, kept=kept)
+            if keeping and kept and keeps_in_step(same, replay.problem):
+                yield _Change(k, 1, (same,))
         if keeping:
             yield from (_Change(k, 1, (region,)) for region in _keeping(replay, regions[k]))
         yield from _joints(replay, regions, k)
@@ -224,12 +226,15 @@ def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Regi
 
 def _keeping(replay: Replay, region: Region) -> Iterator[Region]:
     """Yield the region with one op more that it keeps, or one less."""
-    keepable = replay.keepable
-    for i in range(region.start, region.stop):
-        if i in region.kept:
-            yield replace(region, kept=tuple(k for k in region.kept if k != i))
-        elif i in keepable and not region.children:
-            yield replace(region, kept=tuple(sorted((*region.kept, i))))
+    if region.children:
+        return
+    inside = range(region.start, region.stop)
+    # All of them or none, see ``keeps_in_step``.
+    draws = {i for i in inside if replay.problem.ops[i].random}
+    for together in (draws, *({i} for i in inside if i not in draws)):
+        if together and together <= replay.keepable:
+            kept = set(region.kept) ^ together
+            yield replace(region, kept=tuple(sorted(kept)))
 
 
 def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[_Change]:

@@ -19,6 +19,7 @@ from autockpt.capture.calls import (
     writes_statistics,
 )
 from autockpt.capture.guards import ask
+from autockpt.capture.masks import Masks
 from autockpt.capture.refusals import drop
 from autockpt.capture.restore import Trace, default_states
 from autockpt.capture.stream import Stream, leaves
@@ -46,6 +47,7 @@ class Recorder(TorchFunctionMode):
         self.refuse = stream.refuse
         self._trace = trace
         self._visit = visit
+        self._masks = Masks()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -76,7 +78,21 @@ class Recorder(TorchFunctionMode):
                 self.stream.forbid(f"it sets '.{name}' of a tensor")
                 return func(*args, **kwargs)
             raise self.refuse(f"the model sets '.{name}' of a tensor", "Use a new tensor.")
-        return self._call(target, func, args, kwargs)
+        return self._apart(target, func, args, kwargs)
+
+    def _apart(self, target: Target, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Write a call down in the steps that it comes apart into, if any."""
+        self.paused += 1
+        try:
+            steps = None if self.stream.lenient else self._masks.steps(func, args, kwargs)
+        finally:
+            self.paused -= 1
+        if steps is None:
+            return self._call(target, func, args, kwargs)
+        return steps(self._step, *args, **kwargs)
+
+    def _step(self, func: Callable[..., Any], *args: Any) -> Any:
+        return self._call(resolve(func), func, args, {})
 
     def _refused(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run what no graph may hold, if none is to be emitted."""

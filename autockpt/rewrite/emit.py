@@ -236,9 +236,8 @@ class Emitter:
         reads = (self._renderer.value(node, paths) for node in scope.reads)
         own = ["keeper()" if name == "keep" else name for name in _own_arguments(scope)]
         arguments = [name, "self", *own, *reads]
-        inside = range(scope.start, scope.stop)
         arguments.append("use_reentrant=False")
-        arguments.append(f"preserve_rng_state={any(i in self._random for i in inside)}")
+        arguments.append(f"preserve_rng_state={self._draws(scope)}")
         arguments.append(f"**guarded({name}, self)")
         call = f"checkpoint({', '.join(arguments)})"
         if idle:
@@ -250,6 +249,13 @@ class Emitter:
         if not scope.returns:
             return call
         return f"{', '.join(self._renderer.names[node] for node in scope.returns)} = {call}"
+
+    def _draws(self, scope: Scope) -> str:
+        """Say whether a recomputation draws: for a compiler, which runs what is kept, more do."""
+        draws = [i for i in range(scope.start, scope.stop) if i in self._random]
+        if any(i not in scope.kept for i in draws):
+            return "True"
+        return "torch.compiler.is_compiling()" if draws else "False"
 
 
 def _later(text: str, variables: Sequence[str]) -> str:

@@ -90,13 +90,20 @@ def run(case: Case, form: Form, wrap: Callable[[nn.Module], nn.Module] = lambda 
     return Outcome(tensors=(*losses, *state, *gradients, torch.get_rng_state()))
 
 
-def optimized(case: Case, budget: str, into: list[Any], **settings: Any) -> Callable[..., Any]:
-    """Give a ``wrap`` that optimizes, and puts the model into a list for who asks afterwards."""
+def optimized(
+    case: Case, form: Form, budget: str, into: list[Any], **settings: Any
+) -> Callable[..., Any]:
+    """Give a ``wrap`` that optimizes, and puts the model into a list for who asks afterwards.
+
+    What is compiled is planned before: a first call that has to be planned runs eagerly.
+    """
+    batch = {"args": case.args, "kwargs": case.kwargs} if form.backend else {}
 
     def wrap(model: nn.Module) -> nn.Module:
-        ours = autockpt.optimize(
-            model, memory_budget=budget, loss=case.loss, cost="roofline", **settings
-        )
+        with _surroundings(form):
+            ours = autockpt.optimize(
+                model, memory_budget=budget, loss=case.loss, cost="roofline", **batch, **settings
+            )
         into.append(ours)
         return ours
 

@@ -34,6 +34,6 @@ def test_equal_to_the_bit(name: str, form: Form) -> None:
     case = zoo.ZOO[name]()
     made: list[Any] = []
     expected = run(case, form)
-    found = run(case, form, optimized(case, "60%", made, solver="interval_dp"))
+    found = run(case, form, optimized(case, form, "60%", made, solver="interval_dp"))
     assert made[0].autockpt.plan.regions
     assert expected.same_bits(found)

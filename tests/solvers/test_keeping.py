@@ -9,7 +9,7 @@ import pytest
 from solvers import PlanError, simulate, solve
 from solvers.interval_search import needs_of, search_of
 from solvers.keeping import held_for
-from solvers.keeping_search import RATES, with_kept
+from solvers.keeping_search import RATES, with_kept, worth_keeping
 from solvers.plan import Plan, Region
 from solvers.replay import replay_of
 from tests.solvers.checker import check
@@ -51,7 +51,7 @@ def test_auto_finds_them_where_they_pay(problem):
 @pytest.mark.parametrize("rate", [0.3, RATES[0]])
 def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem, rate):
     search = search_of(replay_of(problem))
-    found = with_kept(search, rate)
+    found = with_kept(search, worth_keeping(search.replay, rate))
     offered = [segment for segments in found.values() for segment in segments]
     assert offered
     for segment in offered:
@@ -69,14 +69,14 @@ def test_every_offer_is_a_plan_and_priced_as_the_judge_does(problem, rate):
 
 def test_what_is_not_worth_its_bytes_is_not_kept(problem):
     search = search_of(replay_of(problem))
-    dear = {
-        i for segments in with_kept(search, 1.0).values() for s in segments for i in s.region.kept
-    }
-    cheap = {
-        i for segments in with_kept(search, 0.3).values() for s in segments for i in s.region.kept
-    }
+
+    def kept(rate):
+        found = with_kept(search, worth_keeping(search.replay, rate))
+        return {i for segments in found.values() for s in segments for i in s.region.kept}
+
+    dear, cheap = kept(1.0), kept(0.3)
     assert dear < cheap
-    assert not with_kept(search, 1000.0)
+    assert not kept(1000.0)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,19 @@ def test_malformed_plans_are_refused(problem, changes, message):
 
 def test_ops_that_cannot_be_kept_are_refused(problem):
     ops = list(problem.ops)
-    ops[2] = replace(ops[2], random=True)
+    ops[2] = replace(ops[2], copied=(0,))
     with pytest.raises(PlanError, match="kept apart"):
         simulate(replace(problem, ops=tuple(ops)), keeping())
+
+
+def test_of_the_draws_of_a_region_all_are_kept_or_none(problem):
+    """A draw that is left out would hand what was its to the next one."""
+    ops = list(problem.ops)
+    ops[2], ops[3] = replace(ops[2], random=True), replace(ops[3], random=True)
+    drawing = replace(problem, ops=tuple(ops), random_state_bytes=5056)
+    region = keeping().regions[0]
+    with pytest.raises(PlanError, match="all of them, or none"):
+        simulate(drawing, keeping(kept=(2,)))
+    frame = replay_of(drawing).frames(replace(region, kept=(2, 3)))
+    assert not frame.random
+    assert replay_of(drawing).frames(replace(region, kept=())).random

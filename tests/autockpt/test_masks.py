@@ -1,0 +1,210 @@
+"""Dropout taken apart: the draw is kept as booleans, and bits, draws and bytes are right."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.capture.masks import Masks
+from autockpt.step import measure
+from solvers.keeping import keepable_ops
+from solvers.plan import Plan, Region
+from solvers.simulate import simulate
+from tests.autockpt.plans import captured
+from tests.helpers import assert_same_bits, count_calls
+
+
+class Net(nn.Module):
+    """Attention and layers with dropout, and no other draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.dropout(self.into(x).tanh()).view(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
+        return self.dropout(self.out(y.transpose(1, 2).reshape(2, 16, 32)).tanh()) + x
+
+
+def total(y: Tensor) -> Tensor:
+    return y.float().square().sum()
+
+
+@pytest.fixture
+def real():
+    torch.manual_seed(0)
+    return captured(Net().train(), (torch.randn(2, 16, 32),), {}, total)
+
+
+def whole(real, kept: str = "") -> Plan:
+    """One region around the model, with the ops kept whose name begins so."""
+    ops = real.problem.ops
+    stop = 1 + max(i for i, op in enumerate(ops) if op.target.endswith(".dropped"))
+    named = [i for i in range(stop) if kept and ops[i].target.rpartition(".")[2].startswith(kept)]
+    return Plan(regions=(Region(start=0, stop=stop, kept=tuple(named)),))
+
+
+def test_draws_are_ops_of_their_own_whose_results_are_booleans(real):
+    problem = real.problem
+    draws = [op for op in problem.ops if op.random]
+    assert len(draws) == 3
+    sizes = [problem.storages[problem.values[op.outputs[0]].storage].nbytes for op in draws]
+    assert sizes == [2 * 16 * 96, 2 * 4 * 16 * 16, 2 * 16 * 32]
+    assert all(problem.ops.index(op) in keepable_ops(problem) for op in draws)
+
+
+def test_with_masks_kept_nothing_is_drawn_again(real):
+    kept, again = real.emitted(whole(real, "drawn")), real.emitted(whole(real))
+    assert (
+        "preserve_rng_state=torch.compiler.is_compiling()"
+        in real.program(whole(real, "drawn")).code
+    )
+    for model, times in ((kept, 1), (again, 2)):
+        assert_same_bits(real.step(), real.step(model))
+        calls = count_calls(lambda model=model: real.step(model))
+        assert sum(n for name, n in calls.items() if "bernoulli" in name) == 3 * times
+
+
+@pytest.mark.parametrize("kept", ["", "drawn"])
+def test_the_peak_is_as_predicted(real, kept):
+    plan = whole(real, kept)
+    predicted = simulate(real.problem, plan).resident_peak_bytes
+    measured = measure(real.emitted(plan), real.args, loss=real.loss).peak_bytes
+    assert 0 <= measured - predicted <= 64
+
+
+def heads(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+CALLS = {
+    "causal": ((heads(2, 4, 6, 8),) * 3, {"is_causal": True}),
+    "booleans": ((heads(2, 4, 6, 8),) * 3, {"attn_mask": torch.rand(6, 6) > 0.2}),
+    "all hidden": ((heads(2, 4, 6, 8),) * 3, {"attn_mask": torch.zeros(6, 6, dtype=torch.bool)}),
+    "trained bias": ((heads(2, 4, 6, 8),) * 3, {"attn_mask": heads(1, 4, 6, 6)}),
+    "negative scale": ((heads(2, 4, 6, 8),) * 3, {"scale": -0.5}),
+    "cross": ((heads(2, 4, 6, 8), heads(2, 4, 9, 8), heads(2, 4, 9, 10)), {}),
+    "grouped": (
+        (heads(2, 4, 6, 8), heads(2, 2, 6, 8), heads(2, 2, 6, 8)),
+        {"enable_gqa": True},
+    ),
+    "half": ((heads(2, 4, 6, 8, dtype=torch.bfloat16),) * 3, {}),
+    "turned": ((heads(2, 6, 4, 8).transpose(1, 2),) * 3, {}),
+    "no heads": ((heads(6, 8),) * 3, {}),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_comes_apart_to_the_bit(name, autocast):
+    tensors, settings = CALLS[name]
+    kwargs = {"dropout_p": 0.25, **settings}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        made = {
+            k: v + 0.0 if k == "attn_mask" and v.requires_grad else v for k, v in kwargs.items()
+        }
+        same_step([t + 0.0 for t in tensors], made)
+
+
+def same_step(tensors, kwargs):
+    steps = Masks().steps(F.scaled_dot_product_attention, tensors, kwargs)
+    assert steps is not None
+
+    def step(run):
+        torch.manual_seed(1)
+        result = run(*tensors, **kwargs)
+        bias = kwargs.get("attn_mask")
+        trained = [*tensors, *([bias] if bias is not None and bias.requires_grad else [])]
+        return [result, *torch.autograd.grad(total(result), trained), torch.get_rng_state()]
+
+    def apart(*args, **named):
+        return steps(lambda f, *a: f(*a), *args, **named)
+
+    expected = step(F.scaled_dot_product_attention)
+    found = step(apart)
+    for left, right in zip(expected, found, strict=True):
+        assert left.dtype == right.dtype
+        assert left.stride() == right.stride()
+        assert torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.5, math.nextafter(1.0, 0.0)])
+def test_dropout_comes_apart_to_the_bit(dtype, p):
+    x = torch.randn(5, 7, 3).to(dtype).permute(2, 0, 1).requires_grad_()
+    steps = Masks().steps(torch.dropout, (x, p, True), {})
+    assert steps is not None
+    torch.manual_seed(3)
+    expected = torch.dropout(x, p, True)
+    torch.manual_seed(3)
+    found = steps(lambda f, *a: f(*a), x, p, True)
+    assert found.stride() == expected.stride()
+    assert torch.equal(found, expected)
+    left, right = (torch.autograd.grad(total(y), x)[0] for y in (expected, found))
+    assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("p", "train", "trained"),
+    [(0.0, True, True), (1.0, True, True), (0.5, False, True), (0.5, True, False)],
+)
+def test_what_saves_no_noise_stays_whole(p, train, trained):
+    x = torch.randn(3, 4, requires_grad=trained)
+    assert Masks().steps(torch.dropout, (x, p, train), {}) is None
+
+
+def test_attention_without_dropout_stays_whole():
+    tensors = (heads(2, 4, 6, 8),) * 3
+    assert Masks().steps(F.scaled_dot_product_attention, tensors, {}) is None
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kept", ["", "drawn"])
+def test_compiled_it_draws_as_the_plain_model_compiled_does(autocast, kept):
+    torch.manual_seed(0)
+    model, x = Net().train(), torch.randn(2, 16, 32)
+
+    def step(wrap):
+        torch._dynamo.reset()
+        own = copy.deepcopy(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            run = torch.compile(wrap(own), backend="aot_eager", fullgraph=True)
+            torch.manual_seed(5)
+            loss = total(run(x))
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in own.parameters()), torch.get_rng_state()]
+
+    def planned(own):
+        plan = whole(captured(own, (x,), {}, total), kept)
+        return autockpt.optimize(own, (x,), loss=total, memory_budget=1 << 30, plan=plan)
+
+    for left, right in zip(step(lambda own: own), step(planned), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_half_of_the_activations_of_a_layer_with_dropout_without_a_second_draw():
+    """With times as the cost, masks are kept wherever a draw takes longer than its bytes."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+    layers = [nn.Sequential(layer, nn.Linear(256, 64)) for layer in layers]
+    model = nn.Sequential(*layers).train()
+    real = captured(model, (torch.randn(512, 64),), {}, total)
+    made = autockpt.optimize(
+        copy.deepcopy(model),
+        real.args,
+        loss=total,
+        memory_budget="60%",
+        cost=lambda work: 1_000_000 if "drawn" in work.target else 1 + work.output_bytes,
+    )
+    calls = count_calls(lambda: real.step(made))
+    assert made.autockpt.plan.regions
+    assert sum(n for name, n in calls.items() if "bernoulli" in name) == 3
+    assert_same_bits(real.step(), real.step(made))
