@@ -138,6 +138,9 @@ def _composed(
     return (scores @ value).to(narrow)
 
 
+OPS = (attention, drawn_attention_mask, drawn_mask, dropped, noise_of)
+
+
 class Masks:
     """Tells which calls come apart, to the bit; remembers the kinds it has tried.
 

@@ -139,8 +139,7 @@ class Renderer:
         if id(function) in self._bound:
             return self._bound[id(function)]
         dotted = _dotted(function)
-        own = dotted is not None and dotted.startswith("autockpt.")
-        if dotted is not None and not own and self._import(dotted.partition(".")[0]):
+        if dotted is not None and self._import(dotted.partition(".")[0]):
             return dotted
         owner = getattr(function, "__self__", None)
         if isinstance(owner, type) and getattr(function, "__name__", "") == "apply":

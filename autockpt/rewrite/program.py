@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import expect
+from autockpt.capture.masks import OPS
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
+from autockpt.capture.masks import attention, drawn_attention_mask, drawn_mask, dropped, noise_of
 from autockpt.rewrite.guarded import guarded
 from autockpt.rewrite.keeping import keeper, kept, skipped
 from autockpt.rewrite.remade import remade, taken
@@ -134,6 +136,8 @@ def rewrite(
     }
     renderer = Renderer(root, namespace)
     renderer.taken.update(("again", "keep"))
+    for own in OPS:
+        renderer.bind(own, own.__name__)
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     names = _declare(renderer, capture.graph, ops, forward)
     prologues = {
