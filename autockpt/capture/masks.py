@@ -138,7 +138,14 @@ def _composed(
     return (scores @ value).to(narrow)
 
 
-OPS = (attention, drawn_attention_mask, drawn_mask, dropped, noise_of)
+# The ops, by the names that reports show.
+SHOWN: dict[Any, str] = {
+    attention: "torch.nn.functional.scaled_dot_product_attention",
+    drawn_attention_mask: "torch.nn.functional.scaled_dot_product_attention.draw",
+    drawn_mask: "torch.dropout.draw",
+    noise_of: "torch.dropout.noise",
+    dropped: "torch.dropout",
+}
 
 
 class Masks:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
 from autockpt.capture.lives import hold
+from autockpt.capture.masks import SHOWN
 from autockpt.capture.paths import read_path
 from autockpt.capture.restore import Trace, untraced
 from autockpt.errors import ProfileError
@@ -300,6 +301,9 @@ def target_name(node: fx.Node) -> str:
     if node.op == "call_method":
         return f"Tensor.{node.target}"
     target: Any = node.target
+    shown = next((name for own, name in SHOWN.items() if own is target), None)
+    if shown is not None:
+        return shown
     name = getattr(target, "__name__", str(target))
     if "_VariableFunctions" in getattr(target, "__qualname__", ""):
         return f"torch.{name}"

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import expect
-from autockpt.capture.masks import OPS
+from autockpt.capture.masks import SHOWN
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
@@ -136,7 +136,7 @@ def rewrite(
     }
     renderer = Renderer(root, namespace)
     renderer.taken.update(("again", "keep"))
-    for own in OPS:
+    for own in SHOWN:
         renderer.bind(own, own.__name__)
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     names = _declare(renderer, capture.graph, ops, forward)
