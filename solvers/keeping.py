@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from solvers.plan import Region
 
 
+# What the kernels of one step hide beside their result: logarithms of sums, seeds, statistics.
+_HIDDEN = 3
+
+
 def keepable_ops(problem: Problem) -> frozenset[int]:
     """Return the ops that a region may keep.
 
     Not those that stay outside regions, nor those in a stretch that writes in place,
     that unpack several results, save statistics that they write, or make what autocast keeps;
     nor those that take a view, which would hold what they look at, nor those whose result the
-    caller gets, and may write to before backward.
+    caller gets, and may write to before backward; nor ops of several steps, whose backward lets go
+    of what they hide bit by bit, where what is kept stays.
     """
     given = {problem.values[v].storage for v in problem.outputs}
     casts = {problem.storages[s].producer for s in problem.forward_held}
@@ -39,6 +44,7 @@ def keepable_ops(problem: Problem) -> frozenset[int]:
         and len(op.outputs) == 1
         and problem.storages[problem.values[op.outputs[0]].storage].producer == index
         and problem.values[op.outputs[0]].storage not in given
+        and len(held_for(problem, index)) <= 1 + _HIDDEN
     )
 
 

@@ -40,6 +40,8 @@ class Ambient:
         What factory functions use when not told.
     sdpa : tuple of bool
         Attention backends that are allowed: flash, efficient, math, cudnn.
+    reduces : bool
+        Whether attention of half precision is composed in half precision.
     """
 
     grad: bool
@@ -49,6 +51,7 @@ class Ambient:
     default_dtype: torch.dtype
     default_device: torch.device
     sdpa: tuple[bool, bool, bool, bool]
+    reduces: bool
 
     @classmethod
     def current(cls, device_types: Iterable[str] = ("cpu",)) -> Ambient:
@@ -79,6 +82,7 @@ class Ambient:
                 cuda.math_sdp_enabled(),
                 cuda.cudnn_sdp_enabled(),
             ),
+            reduces=bool(cuda.fp16_bf16_reduction_math_sdp_allowed()),
         )
 
     @contextmanager

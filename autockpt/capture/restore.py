@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autockpt.capture.bits import identical, storage_id
+from autockpt.capture.bits import as_bytes, identical, storage_id
 from autockpt.capture.externals import attribute_generators, attribute_tensors
 from autockpt.capture.paths import generators_within, tensors_within
 from autockpt.capture.watch import Change, Watch
@@ -203,9 +203,16 @@ def put_back(tensor: torch.Tensor, copy: torch.Tensor, version: int) -> None:
     were: it must not be told that they were written.
     """
     # The version alone does not tell: batch_norm writes its statistics behind it.
-    if tensor._version != version or not identical(tensor, copy):
+    if tensor._version != version or not _same_elements(tensor, copy):
         tensor.detach().copy_(copy)
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _same_elements(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Compare with a copy, which lies otherwise where elements of the tensor share their memory."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return identical(tensor, copy)
+    return torch.equal(as_bytes(tensor), as_bytes(copy))
 
 
 def default_states() -> list[torch.Tensor]:

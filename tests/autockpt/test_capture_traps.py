@@ -1088,3 +1088,9 @@ def test_routing_by_index() -> None:
     capture = assert_captured(Fun(forward, g=nn.Linear(16, 2), e=experts), (x := X(9, 16),))
     with pytest.raises(GuardMiss, match="shape"):
         replay(capture, Fun(forward, g=nn.Linear(16, 2), e=experts), (x[:1].expand(9, 16),))
+
+
+def test_an_expanded_batch_before_statistics() -> None:
+    """A copy of a tensor whose elements share their memory lies otherwise; nothing was written."""
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(16, 8)).train()
+    assert_captured(model, (X(1, 5, 16).expand(3, 5, 16),))

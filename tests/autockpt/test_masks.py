@@ -208,3 +208,29 @@ def test_half_of_the_activations_of_a_layer_with_dropout_without_a_second_draw()
     assert made.autockpt.plan.regions
     assert sum(n for name, n in calls.items() if "bernoulli" in name) == 3
     assert_same_bits(real.step(), real.step(made))
+
+
+def test_attention_of_several_steps_is_not_kept(real):
+    """Its backward lets go of what it hides bit by bit: kept, all of that would stay."""
+    ops = real.problem.ops
+    (attention,) = (i for i, op in enumerate(ops) if op.target.endswith("attention"))
+    assert attention not in keepable_ops(real.problem)
+
+
+def test_another_precision_of_composed_attention_is_another_step():
+    torch.manual_seed(0)
+    model, x = Net().train().bfloat16(), torch.randn(2, 16, 32).bfloat16()
+    made = autockpt.optimize(copy.deepcopy(model), (x,), loss=total, memory_budget="100%")
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    try:
+        for reduces in (not before, before):
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduces)
+            found = []
+            for own in (model, made):
+                own.zero_grad()
+                torch.manual_seed(1)
+                total(own(x)).backward()
+                found.append([p.grad for p in own.parameters()])
+            assert all(map(torch.equal, *found))
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
