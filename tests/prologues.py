@@ -51,12 +51,16 @@ def _with_prologue(
 
 
 def with_random_kept(problem: Problem, plan: Plan, rng: random.Random) -> Plan:
-    """Let the regions without children keep some of their ops."""
+    """Let the regions without children keep some of their ops, and all of their draws or none."""
     allowed = keepable_ops(problem)
 
     def keeping(region: Region) -> Region:
-        inside = [i for i in range(region.start, region.stop) if i in allowed]
-        return replace(region, kept=tuple(i for i in inside if rng.random() < 0.3))
+        inside = range(region.start, region.stop)
+        draws = {i for i in inside if problem.ops[i].random}
+        kept = {i for i in inside if i in allowed - draws and rng.random() < 0.3}
+        if draws <= allowed and rng.random() < 0.5:
+            kept |= draws
+        return replace(region, kept=tuple(sorted(kept)))
 
     regions = (region if region.children else keeping(region) for region in plan.regions)
     return replace(plan, regions=tuple(regions))

@@ -240,7 +240,9 @@ class Runtime:
         names = [v for v in sorted(read - again) if not problem.values[v].parameter]
         frame = Frame(region, resting(problem, region))
         hook = self.hooks[-1] if self.hooks else None
-        if problem.random_state_bytes and any(problem.ops[i].random for i in inside):
+        if problem.random_state_bytes and any(
+            problem.ops[i].random for i in inside if i not in region.kept
+        ):
             frame.state = Buffer(self.meter, problem.random_state_bytes)
         saved = []
         for v in names:

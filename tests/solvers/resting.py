@@ -54,7 +54,13 @@ class _Replay:
             return self.read_by_call(self.calls[i])
         if i in running and i not in self.region.kept:
             return set(op.inputs)
-        return {v for v in op.inputs if self.problem.values[v].storage in op.saved}
+        return {v for v in op.inputs if self.may_be_packed(v, op)}
+
+    def may_be_packed(self, v, op):
+        """Of what was there before the step, a view that an op makes may be saved untold."""
+        storage = self.problem.values[v].storage
+        before = self.problem.storages[storage].producer is None
+        return storage in op.saved or (before and v in self.maker)
 
     def running(self):
         running = {i for i in self.inside if not self.may_rest(i)}
