@@ -33,7 +33,7 @@ class RegionRow:
     recompute_cost, recompute_flops : int
         Of running it again once, up to its early stop.
     random : bool
-        Whether it draws random numbers, and so keeps the state of the generator.
+        Whether it draws again what it drew, and so keeps the state of the generator.
     kept : int
         Number of its ops that do not run again: what they make and save is held instead.
     prologue : int
@@ -78,7 +78,7 @@ def region_rows(
             freed_bytes=freed_bytes,
             recompute_cost=frame.cost,
             recompute_flops=frame.flops,
-            random=any(op.random for op in ops),
+            random=frame.random,
             kept=len(region.kept),
             prologue=len(region.prologue),
         )
@@ -98,17 +98,17 @@ def _freed_bytes(
     saved = _saved_storages(problem, start, stop)
     inputs = [_input_storages(problem, region) for region in regions]
     frames = replay_of(problem).frames
-    kept = (s for region in regions for i in frames(region).kept for s in held_for(problem, i))
-    lasting = held.union(kept, *inputs)
+    kept = [{s for i in frames(region).kept for s in held_for(problem, i)} for region in regions]
+    lasting = held.union(*kept, *inputs)
     kept_anyway = held | saved
     made = _made_storages(problem, range(start, stop))
-    for region, its_inputs in zip(regions, inputs, strict=True):
+    for region, its_inputs, its_kept in zip(regions, inputs, kept, strict=True):
         freed = _saved_storages(problem, region.start, region.stop)
         freed &= _made_storages(problem, range(region.start, region.stop))
-        extra = (its_inputs & made) - kept_anyway
+        extra = ((its_inputs & made) | (its_kept - freed)) - kept_anyway
         # A storage that several regions read is kept once, and charged to the first.
         kept_anyway |= extra
-        state = any(op.random for op in problem.ops[region.start : region.stop])
+        state = frames(region).random
         yield (
             _nbytes(problem, freed - lasting)
             - _nbytes(problem, extra)

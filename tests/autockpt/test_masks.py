@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt.capture.masks import Masks
+from autockpt.region_rows import region_rows
 from autockpt.step import measure
 from solvers.keeping import keepable_ops
 from solvers.plan import Plan, Region
@@ -71,6 +72,16 @@ def test_with_masks_kept_nothing_is_drawn_again(real):
         assert_same_bits(real.step(), real.step(model))
         calls = count_calls(lambda model=model: real.step(model))
         assert sum(n for name, n in calls.items() if "bernoulli" in name) == 3 * times
+
+
+def test_the_report_says_what_draws_again_and_what_masks_take(real):
+    problem = real.problem
+    around = {"depth": 0, "start": 0, "stop": len(problem.ops)}
+    plans = whole(real), whole(real, ".draw")
+    again, kept = (next(region_rows(problem, plan.regions, **around)) for plan in plans)
+    assert (again.random, again.kept, kept.random, kept.kept) == (True, 0, False, 3)
+    masks = 2 * 16 * 96 + 2 * 4 * 16 * 16 + 2 * 16 * 32
+    assert again.freed_bytes - kept.freed_bytes == masks - problem.random_state_bytes
 
 
 @pytest.mark.parametrize("kept", ["", ".draw"])
