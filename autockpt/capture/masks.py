@@ -33,7 +33,7 @@ def drawn_mask(like: torch.Tensor, p: float) -> torch.Tensor:
     """Draw what dropout leaves of a tensor: booleans, from the stream that dropout draws from."""
     if torch.compiler.is_compiling():
         return torch.native_dropout(like.detach(), p, True)[1]
-    return torch.empty_like(like, requires_grad=False).bernoulli_(1 - p).bool()
+    return torch.empty_like(like, dtype=torch.bool, requires_grad=False).bernoulli_(1 - p)
 
 
 def drawn_attention_mask(
