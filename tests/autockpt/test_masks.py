@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autockpt
+from autockpt.capture.bits import identical
 from autockpt.capture.masks import Masks
 from autockpt.region_rows import region_rows
 from autockpt.step import measure
@@ -142,9 +143,7 @@ def same_step(tensors, kwargs):
     expected = step(F.scaled_dot_product_attention)
     found = step(apart)
     for left, right in zip(expected, found, strict=True):
-        assert left.dtype == right.dtype
-        assert left.stride() == right.stride()
-        assert torch.equal(left.nan_to_num(), right.nan_to_num())
+        assert identical(left, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
