@@ -170,6 +170,7 @@ def minimum_budget(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Loss | None = None,
+    cost: CostChoice = "time",
     emit: Emit = "auto",
     reserve: int = 0,
 ) -> MinimumBudget:
@@ -177,8 +178,8 @@ def minimum_budget(
 
     Parameters
     ----------
-    model, args, kwargs, loss, emit, reserve
-        As for ``optimize``.
+    model, args, kwargs, loss, cost, emit, reserve
+        As for ``optimize``. ``cost`` tells which graph is planned, and nothing is timed.
 
     Returns
     -------
@@ -198,7 +199,7 @@ def minimum_budget(
     _check_model(model)
     batch = checked_batch(args, kwargs)
     clone = release(clone_module(model))
-    capture, problem = lower_either(clone, *batch, loss, emit)
+    capture, problem = lower_either(clone, *batch, loss, emit, cost)
     plan = least_peak(problem)
     least_peak_bytes = simulate(problem, plan).peak_bytes
     nbytes = budget_for(least_peak_bytes, problem.fixed_bytes, reserve)

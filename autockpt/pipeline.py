@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from autockpt.choosing import bound_cost, choose_plan, resolve_budget
 from autockpt.errors import CaptureError, ProfileError
 from autockpt.lower import lower
 from autockpt.profiler import device_of, profile
-from autockpt.profiler.cost import CostChoice, cost_name
+from autockpt.profiler.cost import CostChoice, cost_name, cost_on
 from autockpt.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
 from autockpt.runtime.bypass import originals, unwatched
@@ -106,10 +107,11 @@ def plan_step(
     without grad.
     """
     with PLANNING, originals(), unwatched():
-        capture, recorded = record_step(model, args, kwargs, settings.loss)
+        capture, recorded = record_step(model, args, kwargs, settings.loss, settings.cost)
         if capture.signature not in known.checked:
             with enough_memory("the recorded forward was checked against the model's"):
-                check(capture, model, args, kwargs, rewrite(capture, Plan(), root=model).forward)
+                program = rewrite(capture, Plan(), root=model, apart=True)
+                check(capture, model, args, kwargs, program.forward)
         closures = recorded.closures
         with enough_memory("the ops of the forward were measured"):
             profiled = profile(
@@ -183,26 +185,41 @@ def lower_step(
     kwargs: dict[str, Any],
     loss: Loss | None,
     cost: CostChoice = "roofline",
+    *,
+    timed: bool = True,
 ) -> tuple[Capture, Problem]:
     """Record and profile a step, without a check of the capture.
+
+    With ``timed`` false the graph is the one for ``cost``, and costs are of the roofline.
 
     Raises
     ------
     CaptureError, ProfileError
     """
     with PLANNING, originals(), unwatched():
-        capture, recorded = record_step(model, args, kwargs, loss)
+        capture, recorded = record_step(model, args, kwargs, loss, cost)
         closures = recorded.closures
         with enough_memory("the ops of the forward were measured"):
-            profiled = profile(capture, model, args, kwargs, cost=cost, closures=closures)
+            counted = cost if timed else "roofline"
+            profiled = profile(capture, model, args, kwargs, cost=counted, closures=closures)
     return capture, lower(capture, profiled)
 
 
 def record_step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    cost: CostChoice,
 ) -> tuple[Capture, Recorded]:
-    """Record, and tell the model's own errors from ours."""
-    return run_step(record, model, args, kwargs, loss)
+    """Record for a cost, and tell the model's own errors from ours.
+
+    The roofline takes a draw for as cheap as a sum: for it dropout stays one op, not three.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    device = device_of(model, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    apart = cost_on(cost, device.type) != "roofline"
+    return run_step(partial(record, apart=apart), model, args, kwargs, loss)
 
 
 def run_step(

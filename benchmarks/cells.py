@@ -110,7 +110,9 @@ def planned(
     fixed = _measure(case).fixed_bytes
     asked: str | int = budget
     if budget == "least":
-        least = autockpt.minimum_budget(case.model, case.args, case.kwargs, loss=case.loss)
+        least = autockpt.minimum_budget(
+            case.model, case.args, case.kwargs, loss=case.loss, cost=COSTS[cost]
+        )
         asked = int(least)
     elif isinstance(budget, int):
         # The measured peak of another placement is to be met: what the margin takes is given.

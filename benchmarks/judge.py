@@ -123,7 +123,7 @@ def planned(case: Case, budget: str, solver: str, *, bf16: bool) -> Any:
     with context():
         asked: int | str = {"plain": "100%"}.get(budget, budget)
         if budget == "least":
-            asked = autockpt.minimum_budget(*arguments, loss=case.loss)
+            asked = autockpt.minimum_budget(*arguments, loss=case.loss, cost="roofline")
         try:
             model = autockpt.optimize(
                 *arguments, loss=case.loss, memory_budget=asked, solver=solver, cost="roofline"

@@ -20,6 +20,7 @@ from autockpt.step import loss_of
 from autockpt.verify import same_bits
 from solvers import Plan, Problem, Region
 from solvers.problem import Span
+from tests.costs import dear_draws
 
 Kind = Literal[
     "graph",
@@ -240,7 +241,7 @@ def _optimized(subject: Subject, emit: str, **how: Any) -> nn.Module:
         _fresh(subject.args),
         _fresh(dict(subject.kwargs or {})),
         loss=subject.loss,
-        cost="roofline",
+        cost=dear_draws,
         emit=emit,  # type: ignore[arg-type]
         **how,
     )

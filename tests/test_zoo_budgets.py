@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autockpt
+from tests.costs import dear_draws
 from tests.helpers import (
     assert_same_bits,
     buffers_restored,
@@ -31,7 +32,7 @@ def optimized(case: Case, budget: int | str) -> torch.nn.Module:
         case.kwargs,
         memory_budget=budget,
         loss=case.loss,
-        cost="roofline",
+        cost=dear_draws,
     )
 
 
@@ -41,7 +42,9 @@ def test_a_step_inside_the_budget_has_the_bits_of_the_plain_one(name: str, budge
     case = ZOO[name]()
     asked: int | str = budget
     if budget == "least":
-        asked = autockpt.minimum_budget(case.model, case.args, case.kwargs, loss=case.loss)
+        asked = autockpt.minimum_budget(
+            case.model, case.args, case.kwargs, loss=case.loss, cost=dear_draws
+        )
     model = optimized(case, asked)
 
     verification = autockpt.verify(case.model, model, case.args, case.kwargs, loss=case.loss)
@@ -118,7 +121,7 @@ def test_plans_at_the_first_training_forward_when_no_batch_is_given(
     make: Callable[[], Case],
 ) -> None:
     case = make()
-    model = autockpt.optimize(case.model, memory_budget="50%", cost="roofline")
+    model = autockpt.optimize(case.model, memory_budget="50%", cost=dear_draws)
     assert model.autockpt.plan is None
     assert_same_bits(run_case(case), run_case(case, model))
     assert model.autockpt.plan.regions

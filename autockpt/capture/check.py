@@ -16,6 +16,7 @@ from autockpt.capture.bits import as_bytes, identical
 from autockpt.capture.calls import version
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import GuardMiss
+from autockpt.capture.masks import comes_apart
 from autockpt.capture.mode import Recorder
 from autockpt.capture.patches import patched
 from autockpt.capture.paths import forward_of, read_path, tensors_within
@@ -241,7 +242,12 @@ def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -
     args, kwargs = batch.fresh(own)
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
         stream = Stream(model, args, kwargs)
-        recorder = Recorder(stream, trace, lambda n, v: theirs.append((n, fingerprint(v))))
+        recorder = Recorder(
+            stream,
+            trace,
+            lambda node, value: theirs.append((node, fingerprint(value))),
+            apart=comes_apart(capture.graph),
+        )
         with patched(recorder), recorder, torch.autograd.graph.saved_tensors_hooks(drop, gone):
             forward_of(model)(*args, **kwargs)
     calls = [n for n in capture.graph.nodes if n in ours and "call" in n.meta]

@@ -6,8 +6,9 @@ whose result is a mask of booleans. A region that keeps the mask makes the noise
 a cast and a division, and draws nothing. Attention with dropout, which no fused kernel serves
 there, hides the same noise beside scores and weights; it comes apart the same way.
 
-The functions with a result are ops of the captured graph. Under a compiler, which takes another
-way than eager torch (a fused dropout, whose mask is scaled with the result), they follow that one.
+The functions with a result are ops of the captured graph. Where nobody else needs the mask, what is
+emitted is the call as the model makes it. Under a compiler, which takes another way than eager
+torch (a fused dropout, whose mask is scaled with the result), the parts follow that one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.nn.attention import SDPBackend
 
 from autockpt.capture.autograd_graph import graph_difference
@@ -25,6 +27,7 @@ from autockpt.capture.bits import identical
 from autockpt.capture.freeze import layout_of
 
 Call = Callable[..., Any]
+Whole = tuple[Call, tuple[Any, ...], dict[str, Any]]
 _DEVICES = ("cpu", "meta")
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -138,6 +141,40 @@ def _composed(
     return (scores @ value).to(narrow)
 
 
+def _whole_dropout(tensor: Any, noise: Any, p: float) -> Whole:
+    return torch.dropout, (tensor, p, True), {}
+
+
+def _whole_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    wide: torch.dtype,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Whole:
+    how = {
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
+    said = {name: value for name, value in how.items() if value is not None and value is not False}
+    return F.scaled_dot_product_attention, (query, key, value), said
+
+
+# The last part of a call, the parts right before it, and the call that they come to, made of the
+# arguments of the last: what runs where nobody else needs what lies between.
+WHOLE: dict[Any, tuple[tuple[Call, ...], Callable[..., Whole]]] = {
+    dropped: ((drawn_mask, noise_of), _whole_dropout),
+    attention: ((drawn_attention_mask,), _whole_attention),
+}
+
 # The ops, by the names that reports show.
 SHOWN: dict[Any, str] = {
     attention: "torch.nn.functional.scaled_dot_product_attention",
@@ -146,6 +183,11 @@ SHOWN: dict[Any, str] = {
     noise_of: "torch.dropout.noise",
     dropped: "torch.dropout",
 }
+
+
+def comes_apart(graph: fx.Graph) -> bool:
+    """Tell whether a graph holds parts of a call."""
+    return any(node.target is own for node in graph.nodes for own in SHOWN)
 
 
 class Masks:

@@ -37,6 +37,8 @@ class Recorder(TorchFunctionMode):
         stream: Stream,
         trace: Trace,
         visit: Callable[[fx.Node, Any], None] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         super().__init__()
         self.stream = stream
@@ -47,7 +49,7 @@ class Recorder(TorchFunctionMode):
         self.refuse = stream.refuse
         self._trace = trace
         self._visit = visit
-        self._masks = Masks()
+        self._masks = Masks() if apart else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,9 +84,11 @@ class Recorder(TorchFunctionMode):
 
     def _apart(self, target: Target, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Write a call down in the steps that it comes apart into, if any."""
+        if self._masks is None:
+            return self._call(target, func, args, kwargs)
         self.paused += 1
         try:
-            steps = None if self.stream.lenient else self._masks.steps(func, args, kwargs)
+            steps = self._masks.steps(func, args, kwargs)
         finally:
             self.paused -= 1
         if steps is None:

@@ -48,6 +48,8 @@ def record(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     loss: Loss | None = None,
+    *,
+    apart: bool = True,
 ) -> tuple[Capture, Recorded]:
     """Run the model's forward and loss once and write down what happened.
 
@@ -60,6 +62,8 @@ def record(
     loss : callable, optional
         ``loss(outputs) -> scalar``. None: the output's ``.loss``, else a scalar output, else
         the sum of all differentiable floating outputs.
+    apart : bool
+        Whether dropout is taken apart, so that its draw is an op of its own (``masks.py``).
 
     Returns
     -------
@@ -82,11 +86,11 @@ def record(
     refuse_modules(model)
     refuse_modes()
     with untraced(model, args, kwargs) as trace, torch.enable_grad():
-        found = _record(model, args, kwargs, loss, trace)
+        found = _record(model, args, kwargs, loss, trace, apart)
         if found is None:
             # Something was made that is made once: the second forward finds it made.
             trace.settle()
-            found = _record(model, args, kwargs, loss, trace)
+            found = _record(model, args, kwargs, loss, trace, apart)
     assert found is not None
     return found
 
@@ -97,12 +101,13 @@ def _record(
     kwargs: dict[str, Any],
     loss: Loss | None,
     trace: Trace,
+    apart: bool,
 ) -> tuple[Capture, Recorded] | None:
     trace.probe()
     stream = Stream(model, args, kwargs)
     ambient = Ambient.current(stream.device_types)
     key = Key.take(model, args, kwargs)
-    recorder = Recorder(stream, trace)
+    recorder = Recorder(stream, trace, apart=apart)
     hooks = torch.autograd.graph.saved_tensors_hooks(drop, gone)
     with patched(recorder), recorder, hooks:
         output = forward_of(model)(*args, **kwargs)

@@ -146,6 +146,7 @@ def lower_either(
     kwargs: dict[str, Any],
     loss: Loss | None,
     emit: Emit = "auto",
+    cost: CostChoice = "roofline",
 ) -> tuple[Capture, Problem]:
     """Record and profile a step as ``optimize`` would: its torch calls, or calls of modules.
 
@@ -153,8 +154,8 @@ def lower_either(
     ----------
     model : nn.Module
         A clone: its submodules may get the classes of ``parts``.
-    args, kwargs, loss, emit
-        As for ``optimize``.
+    args, kwargs, loss, emit, cost
+        As for ``optimize``; nothing is timed.
 
     Raises
     ------
@@ -162,7 +163,7 @@ def lower_either(
     """
     if emit != "modules":
         try:
-            return lower_step(model, args, kwargs, loss)
+            return lower_step(model, args, kwargs, loss, cost, timed=False)
         except ForwardError:
             raise
         except CaptureError:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from autockpt.capture.ambient import Ambient
+from autockpt.capture.masks import WHOLE
 from autockpt.rewrite.contexts import contexts
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.layout import laid_out
@@ -34,6 +35,8 @@ class Emitter:
         Values that an emitted op reads, or the caller gets.
     ambient : Ambient
         Around the call.
+    apart : bool
+        Whether what was taken apart stays so where nobody needs the parts.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Emitter:
         random: Collection[int],
         used: Collection[fx.Node],
         ambient: Ambient,
+        apart: bool,
     ) -> None:
         self._ops = ops
         self._renderer = renderer
@@ -54,6 +58,7 @@ class Emitter:
         self._random = random
         self._used = used
         self._ambient = ambient
+        self._apart = apart
         self._in_region = False
         self._lines: list[str] = []
         self._source = ""
@@ -115,10 +120,14 @@ class Emitter:
                 self._region_call(item, dying[position], idle=item.start in scope.idle)
                 position += 1
                 continue
-            count = self._op(scope, position, depth)
+            joined = self._joined(scope, position, dying)
+            count = self._op(scope, position, joined, depth)
+            # What lies inside one statement never had a name: parts of a call that is written
+            # whole, and a tuple that is taken apart at once.
+            named = joined - 1 if count == joined else joined
+            unnamed = [self._ops[i] for i in _ints(scope.items[position : position + named])]
             dead = [node for group in dying[position : position + count] for node in group]
-            # A tuple that was taken apart in one statement never had a name.
-            self._delete([n for n in dead if count == 1 or n is not self._ops[item]], depth)
+            self._delete([node for node in dead if node not in unnamed], depth)
             position += count
 
     def _region_call(self, scope: Scope, dead: Sequence[fx.Node], *, idle: bool) -> None:
@@ -147,13 +156,35 @@ class Emitter:
         if names:
             self._write(depth, f"del {', '.join(names)}")
 
-    def _op(self, scope: Scope, position: int, depth: int) -> int:
-        """Write an op, with the ``getitem`` ops after it that take its results apart."""
+    def _joined(self, scope: Scope, position: int, dying: Sequence[Sequence[fx.Node]]) -> int:
+        """Count the ops from here on that are one call, as nobody needs what lies between them."""
+        for last, (before, _) in WHOLE.items() if not self._apart else ():
+            items = scope.items[position : position + len(before) + 1]
+            if any(isinstance(i, Scope) or i in scope.idle or i in scope.kept for i in items):
+                continue
+            nodes = [self._ops[i] for i in _ints(items)]
+            if [node.target for node in nodes] == [*before, last] and all(
+                node in dead for node, dead in zip(nodes[:-1], dying[position + 1 :], strict=False)
+            ):
+                return len(nodes)
+        return 1
+
+    def _op(self, scope: Scope, position: int, joined: int, depth: int) -> int:
+        """Write an op, with the ``getitem`` ops after it that take its results apart.
+
+        With ``joined`` above one, write the call that so many ops come to.
+        """
+        position += joined - 1
         index = scope.items[position]
         assert isinstance(index, int)
         node = self._ops[index]
         source = str(node.meta.get("source", ""))
-        text = self._renderer.call(node, self._overrides(node, self._owners(node, depth)))
+        overrides = self._overrides(node, self._owners(node, depth))
+        if joined == 1:
+            text = self._renderer.call(node, overrides)
+        else:
+            _, whole = WHOLE[node.target]
+            text = self._renderer.call_function(*whole(*node.args), overrides)
         if index in scope.idle or index in scope.kept:
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))
             given = [self._renderer.names[tensor] for tensor in tensors]
@@ -172,7 +203,7 @@ class Emitter:
             self._write(depth, f"{self._renderer.names[node]} = {text}", source)
         else:
             self._write(depth, text, source)
-        return 1 + len(parts)
+        return joined + len(parts)
 
     def _parts(self, scope: Scope, position: int) -> list[fx.Node]:
         """Give the ``getitem`` ops after a call when one statement can hold all of them."""
@@ -273,6 +304,10 @@ def _own_arguments(scope: Scope) -> list[str]:
     """Name the arguments of a region that are no tensors."""
     own = ["again"] if scope.prologue is not None else []
     return [*own, "keep"] if scope.kept or scope.idle else own
+
+
+def _ints(items: Iterable[int | Scope]) -> list[int]:
+    return [item for item in items if isinstance(item, int)]
 
 
 def _takes_from(node: fx.Node, source: fx.Node) -> bool:

@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,21 +82,42 @@ class Renderer:
 
     def call(self, node: fx.Node, wrapped: Mapping[fx.Node, str]) -> str:
         """Render the call of ``node``; ``wrapped`` overrides how an argument is rendered."""
-        args = [self.value(arg, wrapped) for arg in node.args]
+        if node.op == "call_function":
+            return self.call_function(node.target, node.args, node.kwargs, wrapped)
+        args, keywords = self._given(node.target, node.args, node.kwargs, wrapped)
+        return _method(str(node.target), args, keywords)
+
+    def call_function(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        wrapped: Mapping[fx.Node, str],
+    ) -> str:
+        """Render the call of a function, as an operator where it is one."""
+        texts, keywords = self._given(target, args, kwargs, wrapped)
+        if target in _OPERATORS and not keywords:
+            return _method(_OPERATORS[target], texts, keywords)
+        if target is getattr and len(args) == 2:
+            return f"{texts[0]}.{args[1]}"
+        if target is setattr:
+            return f"{texts[0]}.{args[1]} = {texts[2]}"
+        return f"{self.function(target)}({_arguments(texts, keywords)})"
+
+    def _given(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        wrapped: Mapping[fx.Node, str],
+    ) -> tuple[list[str], dict[str, str]]:
+        texts = [self.value(arg, wrapped) for arg in args]
         keywords = {
             key: self.value(arg, wrapped)
-            for key, arg in node.kwargs.items()
-            if not _is_default(node.target, key, arg)
+            for key, arg in kwargs.items()
+            if not _is_default(target, key, arg)
         }
-        if node.op == "call_method":
-            return _method(str(node.target), args, keywords)
-        if node.target in _OPERATORS and not keywords:
-            return _method(_OPERATORS[node.target], args, keywords)
-        if node.target is getattr and len(args) == 2:
-            return f"{args[0]}.{node.args[1]}"
-        if node.target is setattr:
-            return f"{args[0]}.{node.args[1]} = {args[2]}"
-        return f"{self.function(node.target)}({_arguments(args, keywords)})"
+        return texts, keywords
 
     def value(self, value: Any, wrapped: Mapping[fx.Node, str]) -> str:
         """Render an argument: a node, a constant, or a nest of both."""

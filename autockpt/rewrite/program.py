@@ -81,6 +81,7 @@ def rewrite(
     root: nn.Module | None = None,
     random: Collection[int] = (),
     idle: Mapping[Region, Collection[int]] | None = None,
+    apart: bool = False,
 ) -> Program:
     """Emit the forward of a capture with the regions of a plan.
 
@@ -97,6 +98,9 @@ def rewrite(
     idle : mapping from region to collection of int, optional
         Ops of each region that its recomputation leaves out, see ``solvers.idle_ops``; by
         default all run again.
+    apart : bool
+        Whether what the capture took apart, dropout say, stays so where nobody needs the parts;
+        by default it is called whole there, as the model does.
 
     Returns
     -------
@@ -155,6 +159,7 @@ def rewrite(
         random=frozenset(random),
         used={node for op in ops[:emitted] for node in op.all_input_nodes} | set(outputs),
         ambient=capture.ambient,
+        apart=apart,
     )
     functions = [emitter.region(scope) for scope in forward.walk() if scope is not forward]
     functions.append(emitter.forward(forward, placeholders, returned))

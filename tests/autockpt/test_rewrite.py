@@ -39,22 +39,9 @@ def test_any_plan_trains_to_the_same_bits(real: Captured, seed: int, depth: int)
     assert_same_bits(real.step(), real.step(real.emitted(plan)))
 
 
-# Dropout by a mask of booleans makes its noise of it, and attention adds its bias in place.
-_OF_MASKS = {
-    "aten._to_copy.default",
-    "aten.add.Tensor",
-    "aten.add_.Tensor",
-    "aten.div_.Scalar",
-    "aten.div_.Tensor",
-    "aten.empty.memory_format",
-}
-
-
 def test_no_region_is_the_plain_forward(real: Captured) -> None:
     assert_same_bits(real.step(), real.step(real.emitted(Plan())))
-    plain, ours = count_calls(real.step), count_calls(lambda: real.step(real.emitted(Plan())))
-    differs = {name for name in plain | ours if plain[name] != ours[name]}
-    assert differs <= (_OF_MASKS if any(op.random for op in real.problem.ops) else set())
+    assert count_calls(real.step) == count_calls(lambda: real.step(real.emitted(Plan())))
 
 
 def test_regions_run_again(real: Captured) -> None:

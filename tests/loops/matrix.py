@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import autockpt
+from tests.costs import dear_draws
 from tests.helpers import equal, loss_of
 from tests.zoo import Case
 
@@ -102,7 +103,7 @@ def optimized(
     def wrap(model: nn.Module) -> nn.Module:
         with _surroundings(form):
             ours = autockpt.optimize(
-                model, memory_budget=budget, loss=case.loss, cost="roofline", **batch, **settings
+                model, memory_budget=budget, loss=case.loss, cost=dear_draws, **batch, **settings
             )
         into.append(ours)
         return ours
