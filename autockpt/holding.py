@@ -20,6 +20,7 @@ from autockpt.capture.clone import clone_module
 from autockpt.layers import file_and_line, layer_pattern, name_together
 from autockpt.lower import op_nodes
 from autockpt.modules.step import lower_either
+from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.swap import ATTRIBUTE, is_optimized, release
 from autockpt.settings import Emit, Loss
 from autockpt.tables import to_text
@@ -198,16 +199,18 @@ def profile(
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
     plan = Plan()
     emit: Emit = "auto"
+    cost: CostChoice = "roofline"
     batch = checked_batch(args, kwargs)
     if is_optimized(model):
         handle = getattr(model, ATTRIBUTE)
         plan = handle.plan or plan
         loss = handle.settings.loss if loss is None else loss
         emit = "modules" if handle.over_modules else emit
+        cost = handle.settings.cost
         if not args and not kwargs and handle.problem is not None:
             return describe(handle.problem, plan)
     clone = release(clone_module(model))
-    capture, problem = lower_either(clone, *batch, loss, emit)
+    capture, problem = lower_either(clone, *batch, loss, emit, cost)
     return describe(problem, plan, capture)
 
 
