@@ -13,6 +13,7 @@ from autockpt.capture.masks import WHOLE
 from autockpt.rewrite.contexts import contexts
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.layout import laid_out
+from autockpt.rewrite.lookups import Lookups
 from autockpt.rewrite.scopes import Scope, deaths, is_live_read
 from autockpt.rewrite.statistics import written_statistics
 
@@ -107,6 +108,7 @@ class Emitter:
 
     def _body(self, scope: Scope) -> None:
         dying = deaths(scope, self._ops)
+        self._lookups = Lookups(self._renderer, [self._ops[i] for i in _ints(scope.items)])
         opened = ""
         position = 0
         while position < len(scope.items):
@@ -157,10 +159,15 @@ class Emitter:
             self._write(depth, f"del {', '.join(names)}")
 
     def _joined(self, scope: Scope, position: int, dying: Sequence[Sequence[fx.Node]]) -> int:
-        """Count the ops from here on that are one call, as nobody needs what lies between them."""
-        for last, (before, _) in WHOLE.items() if not self._apart else ():
+        """Count the ops from here on that are one call, as nobody needs what lies between them.
+
+        In a region they stay apart, as the memory model sees them.
+        """
+        if self._apart or self._in_region:
+            return 1
+        for last, (before, _) in WHOLE.items():
             items = scope.items[position : position + len(before) + 1]
-            if any(isinstance(i, Scope) or i in scope.idle or i in scope.kept for i in items):
+            if any(isinstance(item, Scope) for item in items):
                 continue
             nodes = [self._ops[i] for i in _ints(items)]
             if [node.target for node in nodes] == [*before, last] and all(
@@ -179,7 +186,7 @@ class Emitter:
         assert isinstance(index, int)
         node = self._ops[index]
         source = str(node.meta.get("source", ""))
-        overrides = self._overrides(node, self._owners(node, depth))
+        overrides = self._overrides(node, depth)
         if joined == 1:
             text = self._renderer.call(node, overrides)
         else:
@@ -222,33 +229,14 @@ class Emitter:
         whole = indices == list(range(len(node.meta.get("tensors", ()))))
         return parts if whole or len(parts) == 1 else []
 
-    def _owners(self, node: fx.Node, depth: int) -> dict[fx.Node, str]:
-        """Look up once a module of which an op reads several tensors: that takes microseconds."""
-        groups: dict[str, list[fx.Node]] = {}
-        for argument in node.all_input_nodes:
-            owner, _, name = str(argument.target).rpartition(".")
-            if is_live_read(argument) and owner and name.isidentifier():
-                groups.setdefault(owner, []).append(argument)
-        found: dict[fx.Node, str] = {}
-        for owner, arguments in groups.items():
-            if len(arguments) > 1:
-                variable = self._renderer.variable(owner)
-                self._write(depth, f"{variable} = {self._renderer.path(owner)}")
-                for argument in arguments:
-                    found[argument] = f"{variable}.{str(argument.target).rpartition('.')[2]}"
+    def _overrides(self, node: fx.Node, depth: int) -> dict[fx.Node, str]:
+        """Say which arguments of an op are not rendered as usual, and look up what they need."""
+        for line in self._lookups.before(node):
+            self._write(depth, line)
+        found = self._paths(node.all_input_nodes) | self._lookups.texts(node)
+        for buffer in written_statistics(node) if self._in_region else ():
+            found[buffer] = f"statistic({found.get(buffer) or self._renderer.reference(buffer)})"
         return found
-
-    def _overrides(self, node: fx.Node, owned: dict[fx.Node, str]) -> dict[fx.Node, str]:
-        """Say which arguments of an op are not rendered as usual."""
-        written = written_statistics(node) if self._in_region else ()
-        return (
-            self._paths(node.all_input_nodes)
-            | owned
-            | {
-                buffer: f"statistic({owned.get(buffer) or self._renderer.reference(buffer)})"
-                for buffer in written
-            }
-        )
 
     def _paths(self, nodes: Iterable[Any]) -> dict[fx.Node, str]:
         """Tensors in plain attributes: arguments of regions, looked up in the forward."""

@@ -80,6 +80,23 @@ class Renderer:
             self._variables[name] = unique(name, self.taken)
         return self._variables[name]
 
+    def layer_variable(self, layer: str) -> str:
+        """Give an item of a list of modules a variable: the same for all items of such a list.
+
+        Examples
+        --------
+        >>> renderer = Renderer(None, {})
+        >>> paths = "stages.0.layers.1", "stages.1.layers.0", "stages.0", "h.7", "4"
+        >>> [renderer.layer_variable(path) for path in paths]
+        ['layer', 'layer', 'stage', 'h', 'layer_2']
+        """
+        containers = [part for part in layer.split(".")[:-1] if not part.isdigit()]
+        key = ".".join([*containers, "*"])
+        if key not in self._variables:
+            name = containers[-1] if containers else "layer"
+            self._variables[key] = unique(name.removesuffix("s") or name, self.taken)
+        return self._variables[key]
+
     def call(self, node: fx.Node, wrapped: Mapping[fx.Node, str]) -> str:
         """Render the call of ``node``; ``wrapped`` overrides how an argument is rendered."""
         if node.op == "call_function":
@@ -134,17 +151,23 @@ class Renderer:
         name = self.names.get(node)
         return name if name is not None else self.path(str(node.target))
 
-    def path(self, target: str) -> str:
-        """Render an attribute path from ``self``.
+    def path(self, target: str, known: tuple[Sequence[str], str] | None = None) -> str:
+        """Render an attribute path from ``self``, or from a variable that holds a part of it.
 
         Examples
         --------
-        >>> Renderer(nn.Sequential(nn.Linear(1, 1)), {}).path("0.weight")
-        'self[0].weight'
+        >>> renderer = Renderer(nn.Sequential(nn.Linear(1, 1)), {})
+        >>> renderer.path("0.weight"), renderer.path("0.weight", (["0"], "layer"))
+        ('self[0].weight', 'layer.weight')
         >>> Renderer(None, {}).path("h.0.weight")
         "getattr(self.h, '0').weight"
         """
         text, owner = "self", self._root
+        if known is not None:
+            parts, text = known
+            target = target[len(".".join(parts)) :]
+            for part in parts:
+                owner = getattr(owner, part, None)
         for match in _STEP.finditer(target):
             if match["key"] is not None:
                 # An item of a container in a plain attribute.
@@ -154,6 +177,23 @@ class Renderer:
             text = _access(text, owner, part)
             owner = getattr(owner, part, None)
         return text
+
+    def layers(self, path: str) -> list[str]:
+        """Give the items of lists of modules on the way to a module, outer ones first.
+
+        Examples
+        --------
+        >>> stages = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
+        >>> Renderer(stages, {}).layers("0.0")
+        ['0', '0.0']
+        """
+        found, owner = [], self._root
+        parts = path.split(".")
+        for count, part in enumerate(parts, 1):
+            if isinstance(owner, _LISTS) and part.isdigit():
+                found.append(".".join(parts[:count]))
+            owner = getattr(owner, part, None)
+        return found
 
     def function(self, function: Any) -> str:
         """Render a function by a dotted name that leads to it, or bind it in the globals."""

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt.capture.bits import identical
-from autockpt.capture.masks import Masks
+from autockpt.capture.masks import SHOWN, Masks
+from autockpt.pipeline import lower_step
 from autockpt.region_rows import region_rows
 from autockpt.step import measure
 from solvers.keeping import keepable_ops
 from solvers.plan import Plan, Region
 from solvers.simulate import simulate
 from tests.autockpt.plans import captured
+from tests.costs import dear_draws
 from tests.helpers import assert_same_bits, count_calls
 
 
@@ -90,9 +92,7 @@ def test_the_peak_is_as_predicted(real, kept):
     plan = whole(real, kept)
     predicted = simulate(real.problem, plan).resident_peak_bytes
     measured = measure(real.emitted(plan), real.args, loss=real.loss).peak_bytes
-    # Whole, attention never has its mask beside its weights; in parts it has.
-    mask = 0 if kept else 2 * 4 * 16 * 16
-    assert 0 <= measured - (predicted - mask) <= 64
+    assert 0 <= measured - predicted <= 64
 
 
 def heads(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -246,3 +246,32 @@ def test_another_precision_of_composed_attention_is_another_step():
             assert all(map(torch.equal, *found))
     finally:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def test_what_runs_once_is_called_whole(real):
+    code = real.program(Plan()).code.partition("def forward")[2]
+    assert code.count("torch.dropout(") == 2
+    assert code.count("F.scaled_dot_product_attention(") == 1
+    assert not any(f" {own.__name__}(" in code for own in SHOWN)
+    assert_same_bits(real.step(), real.step(real.emitted(Plan())))
+
+
+def test_what_a_region_parts_stays_apart(real):
+    ops = real.problem.ops
+    draw = next(i for i, op in enumerate(ops) if op.target == "torch.dropout.draw")
+    for region, apart in (
+        ((draw + 1, draw + 4), "drawn_mask("),
+        ((draw - 1, draw + 1), "dropped("),
+    ):
+        plan = Plan.flat([region])
+        assert apart in real.program(plan).code.partition("def forward")[2]
+        assert_same_bits(real.step(), real.step(real.emitted(plan)))
+
+
+def test_the_roofline_sees_dropout_whole():
+    batch = (torch.randn(2, 16, 32),)
+    coarse, fine = (
+        lower_step(Net().train(), batch, {}, total, cost)[1] for cost in ("roofline", dear_draws)
+    )
+    assert not any(op.target.endswith(".draw") for op in coarse.ops)
+    assert sum(op.target.endswith(".draw") for op in fine.ops) == 3
