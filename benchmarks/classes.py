@@ -16,7 +16,7 @@ from autockpt.pipeline import lower_step
 from benchmarks.common import show
 from solvers import Plan, bound, simulate
 from solvers.interval_search import best_flat, search_of
-from solvers.keeping_search import RATES, with_kept, worth_keeping
+from solvers.keeping_search import with_any_kept
 from solvers.local import fitted, improve, tidied
 from solvers.nested import best_nested
 from solvers.plan import Region
@@ -64,8 +64,8 @@ def cells(problem: Problem, budget_bytes: int) -> dict[str, float | None]:
     flat = [best_flat(replay, budget_bytes), *(search.run(more) for more in asked)]
     offered = with_prologues(search)
     again = [search.run(more, offered) for more in asked]
-    offers = [with_kept(search, worth_keeping(search.replay, rate)) for rate in RATES]
-    kept = [search.run(more, offered) for offered in offers for more in asked]
+    kept_ones = with_any_kept(search)
+    kept = [search.run(more, kept_ones) for more in asked]
     nested = [chain_of(replay).regions(budget_bytes), best_nested(replay, budget_bytes)]
     return {
         "flat": _best(replay, flat, budget_bytes),

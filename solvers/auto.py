@@ -10,7 +10,7 @@ from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import Segment, best_flat, search_of
-from solvers.keeping_search import RATES, with_kept, worth_keeping
+from solvers.keeping_search import with_any_kept
 from solvers.local import Deadline, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
@@ -182,12 +182,11 @@ class _Search:
         search = search_of(replay)
         self.say("regions with prologues, and with ops that run once")
         joined, apart = (with_prologues(search, joined=joined) for joined in (True, False))
-        worth = dict.fromkeys(worth_keeping(replay, rate) for rate in RATES)
-        kept = (_merged(joined, with_kept(search, ops)) for ops in worth)
+        kept = _merged(joined, with_any_kept(search))
         if search.is_coarse:
-            yield from (best_flat(replay, self.budget_bytes, more, dearer=0.5) for more in kept)
+            yield best_flat(replay, self.budget_bytes, kept, dearer=0.5)
             return
-        for offered in (apart, *kept):
+        for offered in (apart, kept):
             for share in _PROLOGUE_SHARES if offered else ():
                 regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
                 if regions is not None:

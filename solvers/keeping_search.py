@@ -10,8 +10,9 @@ from solvers.plan import Region
 from solvers.replay import Replay
 from solvers.replayed import Replays
 
-_REACH = 48
-RATES = (1.0, 2.0, 4.0)
+_REACH = 72
+# From an eighth to sixteen times what a byte of the whole forward costs.
+RATES = tuple(2 ** (half / 2) for half in range(-6, 9))
 
 
 def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
@@ -26,6 +27,16 @@ def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
     return frozenset(index for index in replay.keepable if is_worth(index))
 
 
+def with_any_kept(search: IntervalSearch) -> dict[int, list[Segment]]:
+    """Return regions that keep what is worth it at any of the rates, by where they end."""
+    sets = dict.fromkeys(worth_keeping(search.replay, rate) for rate in RATES)
+    found: dict[int, dict[Region, Segment]] = {}
+    for worth in sets:
+        for stop, segments in with_kept(search, worth).items():
+            found.setdefault(stop, {}).update((segment.region, segment) for segment in segments)
+    return {stop: [*segments.values()] for stop, segments in found.items()}
+
+
 def with_kept(search: IntervalSearch, worth: frozenset[int]) -> dict[int, list[Segment]]:
     """Return regions that keep what is worth it, by where they end.
 
@@ -37,7 +48,7 @@ def with_kept(search: IntervalSearch, worth: frozenset[int]) -> dict[int, list[S
 
     Notes
     -----
-    Regions of at most 48 ops that begin with an op that runs again and end with one that saves
+    Regions of at most 72 ops that begin with an op that runs again and end with one that saves
     something. Linear in the number of ops.
     """
     found: dict[int, list[Segment]] = {}

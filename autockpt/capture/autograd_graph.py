@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +38,35 @@ def graph_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
             return f"a gradient goes to another parameter of shape {tuple(leaf.shape)}"
         pending += [(x, y) for (x, _), (y, _) in zip(*ends, strict=True)]
     return ""
+
+
+def leaf_order(output: torch.Tensor) -> list[torch.Tensor]:
+    """Give the leaves in the order in which a backward pass hands them gradients.
+
+    Where leaves are one tensor after all, that is the order of a sum, of which the last bit may
+    depend on it. Autograd runs what was made last first, of all that has its gradients.
+    """
+    root: Any = output.grad_fn
+    waiting: Counter[Any] = Counter()
+    found, pending = {root}, [root]
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            waiting[node] += 1
+            if node is not None and node not in found:
+                found.add(node)
+                pending.append(node)
+    leaves: list[torch.Tensor] = []
+    ready = [(-root._sequence_nr(), root)]
+    while ready:
+        _, node = heapq.heappop(ready)
+        for reached, _ in node.next_functions:
+            if hasattr(reached, "variable"):
+                leaves.append(reached.variable)
+                continue
+            waiting[reached] -= 1
+            if reached is not None and not waiting[reached]:
+                heapq.heappush(ready, (-reached._sequence_nr(), reached))
+    return leaves
 
 
 def _name(node: Any) -> str:

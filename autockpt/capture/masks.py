@@ -3,18 +3,22 @@
 On a CPU torch draws dropout's noise in the type of its input and saves it: four bytes an element
 that cost more to draw again than most other ops cost to run. Apart, the draw is an op of its own
 whose result is a mask of booleans. A region that keeps the mask makes the noise of it again with
-a cast and a division, and draws nothing. Attention with dropout, which no fused kernel serves
-there, hides the same noise beside scores and weights; it comes apart the same way.
+a cast and a division, and draws nothing.
 
-The functions with a result are ops of the captured graph. Where nobody else needs the mask, what is
-emitted is the call as the model makes it. Under a compiler, which takes another way than eager
-torch (a fused dropout, whose mask is scaled with the result), the parts follow that one.
+Attention with dropout, which no fused kernel serves there, comes apart down to its products: what
+lies between them, scaled queries and keys, noise, weights with their noise, is made again for next
+to nothing by a region that keeps weights and mask.
+
+Where nobody else needs the parts, what is emitted is the call as the model makes it.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,191 +26,71 @@ import torch.nn.functional as F
 from torch import fx
 from torch.nn.attention import SDPBackend
 
-from autockpt.capture.autograd_graph import graph_difference
+from autockpt.capture.autograd_graph import graph_difference, leaf_order
 from autockpt.capture.bits import identical
 from autockpt.capture.freeze import layout_of
+from autockpt.capture.mask_parts import (
+    Call,
+    attention_scores,
+    attention_weights,
+    drawn_attention_mask,
+    drawn_mask,
+    dropped,
+    noise_of,
+    repeated,
+    retyped,
+    rows_of_values,
+    scaled_key,
+    scaled_query,
+    weighted,
+)
 
-Call = Callable[..., Any]
-Whole = tuple[Call, tuple[Any, ...], dict[str, Any]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The call that some nodes are the parts of, in ``node.meta["whole"]`` of each.
+
+    Attributes
+    ----------
+    target : callable
+    args, kwargs : tuple, dict
+        With the nodes of a graph for tensors.
+    parts : tuple of fx.Node
+        In program order; the last has its result.
+    """
+
+    target: Call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parts: tuple[fx.Node, ...]
+
+
 _DEVICES = ("cpu", "meta")
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def drawn_mask(like: torch.Tensor, p: float) -> torch.Tensor:
-    """Draw what dropout leaves of a tensor: booleans, from the stream that dropout draws from."""
-    if torch.compiler.is_compiling():
-        return torch.native_dropout(like.detach(), p, True)[1]
-    return torch.empty_like(like, dtype=torch.bool, requires_grad=False).bernoulli_(1 - p)
-
-
-def drawn_attention_mask(
-    query: torch.Tensor, key: torch.Tensor, p: float, wide: torch.dtype
-) -> torch.Tensor:
-    """Draw what dropout leaves of the weights of attention, which are of type ``wide``."""
-    shape = (*_batch(query, key), query.shape[-2], key.shape[-2])
-    return drawn_mask(torch.empty(shape, dtype=wide, device=query.device), p)
-
-
-def noise_of(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """Make of a mask what dropout multiplies by."""
-    if torch.compiler.is_compiling():
-        return mask
-    return mask.to(dtype).div_(1 - p)
-
-
-def dropped(tensor: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
-    """Multiply by the noise."""
-    if torch.compiler.is_compiling():
-        apply: Call = _Dropped.apply
-        result: torch.Tensor = apply(tensor, noise, 1 / (1 - p))
-        return result
-    return tensor * noise
-
-
-class _Dropped(torch.autograd.Function):
-    """Torch's fused dropout by a mask that was drawn before: it saves the mask, not the noise."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return tensor * (mask.to(tensor.dtype) * scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (mask,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(gradients[0], mask, ctx.scale), None, None
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    wide: torch.dtype,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Compute attention as torch composes it, with dropout by a mask that is drawn.
-
-    Autocast casts what goes into the whole, and nothing inside. Query and key are each scaled by
-    the root of the scale, for stability; reduced precision is widened first, and the scores are
-    masked in place.
-    """
-    query, key, value = _cast(query), _cast(key), _cast(value)
-    attn_mask = None if attn_mask is None else _cast(attn_mask)
-    with torch.autocast("cpu", enabled=False):
-        return _composed(
-            query, key, value, mask, wide, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-
-
-def _composed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    wide: torch.dtype,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    aten = torch.ops.aten
-    narrow = query.dtype
-    query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
-    query = aten.mul.Scalar(query, -factor if scale is not None and scale < 0 else factor)
-    if is_causal:
-        size = (query.shape[-2], key.shape[-2])
-        attn_mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        outside, inside = (
-            torch.scalar_tensor(number, dtype=wide, device=query.device)
-            for number in (-math.inf, 0.0)
-        )
-        attn_mask = torch.where(attn_mask, inside, outside)
-    if enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scores = query @ aten.mul.Scalar(key.transpose(-2, -1), factor)
-    if attn_mask is not None:
-        scores = scores.add_(attn_mask)
-    # Under the same name, so that none outlives the next.
-    scores = aten._safe_softmax.default(scores, -1)
-    scores = dropped(scores, noise_of(mask, dropout_p, wide), dropout_p)
-    return (scores @ value).to(narrow)
-
-
-def _whole_dropout(tensor: Any, noise: Any, p: float) -> Whole:
-    return torch.dropout, (tensor, p, True), {}
-
-
-def _whole_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    wide: torch.dtype,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Whole:
-    how = {
-        "attn_mask": attn_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "scale": scale,
-        "enable_gqa": enable_gqa,
-    }
-    said = {name: value for name, value in how.items() if value is not None and value is not False}
-    return F.scaled_dot_product_attention, (query, key, value), said
-
-
-# The last part of a call, the parts right before it, and the call that they come to, made of the
-# arguments of the last: what runs where nobody else needs what lies between.
-WHOLE: dict[Any, tuple[tuple[Call, ...], Callable[..., Whole]]] = {
-    dropped: ((drawn_mask, noise_of), _whole_dropout),
-    attention: ((drawn_attention_mask,), _whole_attention),
-}
-
-# The ops, by the names that reports show.
-SHOWN: dict[Any, str] = {
-    attention: "torch.nn.functional.scaled_dot_product_attention",
-    drawn_attention_mask: "torch.nn.functional.scaled_dot_product_attention.draw",
-    drawn_mask: "torch.dropout.draw",
-    noise_of: "torch.dropout.noise",
-    dropped: "torch.dropout",
-}
-
-
 def comes_apart(graph: fx.Graph) -> bool:
     """Tell whether a graph holds parts of a call."""
-    return any(node.target is own for node in graph.nodes for own in SHOWN)
+    return any("whole" in node.meta for node in graph.nodes)
 
 
 class Masks:
     """Tells which calls come apart, to the bit; remembers the kinds it has tried.
 
-    A call is tried on its own arguments: result, random state and autograd graph must be those
-    of torch's own. So another version of torch, which composes it otherwise, costs the finer
-    graph and nothing else.
+    A call is tried on its own arguments: result, random state, autograd graph and the order in
+    which gradients arrive must be those of torch's own. So another version of torch, which
+    composes it otherwise, costs the finer graph and nothing else.
     """
 
     def __init__(self) -> None:
-        self._tried: dict[Any, bool] = {}
+        self._tried: dict[Any, Call | None] = {}
 
     def steps(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Give what runs a call in steps, given what runs one step; None if it stays whole."""
         found = _STEPS.get(func)
         if found is None or not torch.is_grad_enabled():
             return None
-        serves, steps = found
+        serves, ways = found
         if not serves(*args, **kwargs):
             return None
         kind = (
@@ -217,8 +101,9 @@ class Masks:
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         )
         if kind not in self._tried:
-            self._tried[kind] = _same(func, steps, args, kwargs)
-        return steps if self._tried[kind] else None
+            same = (steps for steps in ways if _same(func, steps, args, kwargs))
+            self._tried[kind] = next(same, None)
+        return self._tried[kind]
 
 
 def _dropout_steps(call: Call, input: torch.Tensor, p: float, train: bool) -> Any:
@@ -240,11 +125,35 @@ def _attention_steps(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    backwards: bool = False,
 ) -> Any:
-    wide = _wide(_cast(query).dtype)
-    mask = call(drawn_attention_mask, query, key, dropout_p, wide)
-    how = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return call(attention, query, key, value, mask, wide, *how)
+    """Take attention apart; ``backwards`` casts the last argument first, as autocast may do."""
+    wide = _wide(_autocast(query.dtype))
+    narrow = _autocast(query.dtype)
+    batch, heads = _batch(query, key), query.shape[-3] if enable_gqa else 1
+    mask = call(drawn_attention_mask, query, key, batch, dropout_p, wide)
+
+    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        return tensor if tensor.dtype == dtype else call(retyped, tensor, dtype)
+
+    given = {0: query, 1: key, 2: value} | ({} if attn_mask is None else {3: attn_mask})
+    for number in reversed(given) if backwards else list(given):
+        given[number] = cast(given[number], _autocast(given[number].dtype))
+    query, key, value, attn_mask = given[0], given[1], given[2], given.get(3)
+    query, key, value = (cast(tensor, wide) for tensor in (query, key, value))
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
+    signed = -factor if scale is not None and scale < 0 else factor
+    grouped = enable_gqa and not heads == key.shape[-3] == value.shape[-3]
+    query = call(scaled_query, query, signed, batch)
+    if grouped:
+        key, value = (call(repeated, t, heads // t.shape[-3]) for t in (key, value))
+    key = call(scaled_key, key, factor, batch)
+    scores = call(attention_scores, query, key, batch, attn_mask, is_causal)
+    weights = call(attention_weights, scores)
+    weights = call(dropped, weights, call(noise_of, mask, dropout_p, wide), dropout_p)
+    value = call(rows_of_values, value, batch) if batch else value
+    return cast(call(weighted, weights, value, batch), narrow)
 
 
 def _serves_attention(
@@ -273,9 +182,14 @@ def _serves_attention(
     return bool(choice == SDPBackend.MATH.value)
 
 
-_STEPS: dict[Any, tuple[Callable[..., bool], Call]] = {
-    torch.dropout: (_serves_dropout, _dropout_steps),
-    F.scaled_dot_product_attention: (_serves_attention, _attention_steps),
+# What tells whether a call may come apart, and the ways to do so, of which one is torch's: in which
+# order arguments of C++ are evaluated, casts among them, is up to its compiler.
+_STEPS: dict[Any, tuple[Callable[..., bool], tuple[Call, ...]]] = {
+    torch.dropout: (_serves_dropout, (_dropout_steps,)),
+    F.scaled_dot_product_attention: (
+        _serves_attention,
+        (_attention_steps, partial(_attention_steps, backwards=True)),
+    ),
 }
 
 
@@ -309,6 +223,7 @@ def _same(func: Call, steps: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         identical(whole, parts)
         and torch.equal(left, right)
         and not graph_difference((whole,), (parts,))
+        and all(map(operator.is_, leaf_order(whole), leaf_order(parts)))
     )
 
 
@@ -326,17 +241,17 @@ def _layout(value: Any) -> Any:
     return layout_of(value) if isinstance(value, torch.Tensor) else value
 
 
-def _batch(query: torch.Tensor, key: torch.Tensor) -> torch.Size:
+def _batch(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
     if query.ndim == key.ndim > 2 and key.shape[:-3] == query.shape[:-3]:
-        return query.shape[:-2]  # of grouped queries too
-    return torch.Size(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+        return tuple(query.shape[:-2])  # of grouped queries too
+    return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
 
 
-def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast a tensor as autocast does before attention."""
-    if not torch.is_autocast_enabled("cpu") or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype("cpu")) if tensor.is_floating_point() else tensor
+def _autocast(dtype: torch.dtype) -> torch.dtype:
+    """Give the type to which autocast casts before attention."""
+    if not torch.is_autocast_enabled("cpu") or dtype == torch.float64:
+        return dtype
+    return torch.get_autocast_dtype("cpu") if dtype.is_floating_point else dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -19,7 +20,7 @@ from autockpt.capture.calls import (
     writes_statistics,
 )
 from autockpt.capture.guards import ask
-from autockpt.capture.masks import Masks
+from autockpt.capture.masks import Masks, Whole
 from autockpt.capture.refusals import drop
 from autockpt.capture.restore import Trace, default_states
 from autockpt.capture.stream import Stream, leaves
@@ -93,10 +94,19 @@ class Recorder(TorchFunctionMode):
             self.paused -= 1
         if steps is None:
             return self._call(target, func, args, kwargs)
-        return steps(self._step, *args, **kwargs)
+        used = tuple(self.stream.convert(arg, [], False) for arg in args)
+        named = {k: self.stream.convert(v, [], False) for k, v in kwargs.items()}
+        parts: list[fx.Node] = []
+        result = steps(partial(self._step, parts), *args, **kwargs)
+        whole = Whole(target=func, args=used, kwargs=named, parts=tuple(parts))
+        for part in parts:
+            part.meta["whole"] = whole
+        return result
 
-    def _step(self, func: Callable[..., Any], *args: Any) -> Any:
-        return self._call(resolve(func), func, args, {})
+    def _step(self, parts: list[fx.Node], func: Callable[..., Any], *args: Any) -> Any:
+        result = self._call(resolve(func), func, args, {})
+        parts.append(self.stream.last)
+        return result
 
     def _refused(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run what no graph may hold, if none is to be emitted."""

@@ -253,6 +253,12 @@ class Stream:
 
     # Writing nodes.
 
+    @property
+    def last(self) -> fx.Node:
+        """The node of the last call."""
+        assert self._last is not None
+        return self._last
+
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Append a node for a call that is about to run."""
         node = self.graph.create_node(op, target, args, kwargs)

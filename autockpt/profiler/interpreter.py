@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
 from autockpt.capture.lives import hold
-from autockpt.capture.masks import SHOWN
+from autockpt.capture.mask_parts import SHOWN
 from autockpt.capture.paths import read_path
 from autockpt.capture.restore import Trace, untraced
 from autockpt.errors import ProfileError

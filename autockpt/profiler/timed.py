@@ -17,7 +17,7 @@ from autockpt.profiler.subject import Subject, as_it_is, differentiate, rest, re
 
 _RUNS = 3
 # Written to before each run; as large as the last cache of common CPUs.
-_EMPTYING_BYTES = 32 << 20
+EMPTYING_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Timer:
         self._device = device
         self._emptying: torch.Tensor | None = None
         if device.type == "cpu":
-            self._emptying = torch.empty(_EMPTYING_BYTES, dtype=torch.uint8)
+            self._emptying = torch.empty(EMPTYING_BYTES, dtype=torch.uint8)
 
     def times(self, subject: Subject, differentiable: list[int], *, stops_inside: bool) -> Times:
         """Return the least times of a few runs.

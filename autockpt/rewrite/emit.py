@@ -9,7 +9,6 @@ from typing import Any
 from torch import fx
 
 from autockpt.capture.ambient import Ambient
-from autockpt.capture.masks import WHOLE
 from autockpt.rewrite.contexts import contexts
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.layout import laid_out
@@ -163,18 +162,16 @@ class Emitter:
 
         In a region they stay apart, as the memory model sees them.
         """
-        if self._apart or self._in_region:
+        item = scope.items[position]
+        assert isinstance(item, int)
+        whole = self._ops[item].meta.get("whole")
+        if whole is None or self._apart or self._in_region:
             return 1
-        for last, (before, _) in WHOLE.items():
-            items = scope.items[position : position + len(before) + 1]
-            if any(isinstance(item, Scope) for item in items):
-                continue
-            nodes = [self._ops[i] for i in _ints(items)]
-            if [node.target for node in nodes] == [*before, last] and all(
-                node in dead for node, dead in zip(nodes[:-1], dying[position + 1 :], strict=False)
-            ):
-                return len(nodes)
-        return 1
+        end = position + len(whole.parts)
+        if [self._ops[i] for i in _ints(scope.items[position:end])] != [*whole.parts]:
+            return 1
+        inside = {node for dead in dying[position:end] for node in dead}
+        return len(whole.parts) if inside.issuperset(whole.parts[:-1]) else 1
 
     def _op(self, scope: Scope, position: int, joined: int, depth: int) -> int:
         """Write an op, with the ``getitem`` ops after it that take its results apart.
@@ -186,12 +183,11 @@ class Emitter:
         assert isinstance(index, int)
         node = self._ops[index]
         source = str(node.meta.get("source", ""))
-        overrides = self._overrides(node, depth)
         if joined == 1:
-            text = self._renderer.call(node, overrides)
+            text = self._renderer.call(node, self._overrides(node, depth))
         else:
-            _, whole = WHOLE[node.target]
-            text = self._renderer.call_function(*whole(*node.args), overrides)
+            whole = node.meta["whole"]
+            text = self._renderer.call_function(whole.target, whole.args, whole.kwargs, {})
         if index in scope.idle or index in scope.kept:
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))
             given = [self._renderer.names[tensor] for tensor in tensors]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import linecache
 import operator
+import textwrap
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import expect
-from autockpt.capture.masks import SHOWN
+from autockpt.capture.mask_parts import SHOWN
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
@@ -29,7 +30,13 @@ from autockpt.rewrite.scopes import Scope, is_live_read, scopes
 from autockpt.rewrite.statistics import statistic, written_statistics
 from solvers.plan import Plan, Region
 
-HEADER = """\
+_PARTS = textwrap.fill(
+    ", ".join(sorted(part.__name__ for part in SHOWN)) + ",",
+    width=96,
+    initial_indent="    ",
+    subsequent_indent="    ",
+)
+HEADER = f"""\
 import operator
 
 import torch
@@ -38,7 +45,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
-from autockpt.capture.masks import attention, drawn_attention_mask, drawn_mask, dropped, noise_of
+from autockpt.capture.mask_parts import (
+{_PARTS}
+)
 from autockpt.rewrite.guarded import guarded
 from autockpt.rewrite.keeping import keeper, kept, skipped
 from autockpt.rewrite.remade import remade, taken

@@ -374,7 +374,7 @@ def test_multi_head_attention_opens_up() -> None:
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     capture = assert_captured(model, (X(2, 5, 16),))
     assert "multi_head_attention_forward" not in targets(capture)
-    assert {"drawn_attention_mask", "attention"} <= set(targets(capture))
+    assert {"drawn_attention_mask", "attention_scores", "weighted"} <= set(targets(capture))
 
 
 # Guards.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt.capture.bits import identical
-from autockpt.capture.masks import SHOWN, Masks
+from autockpt.capture.mask_parts import SHOWN
+from autockpt.capture.masks import Masks
 from autockpt.pipeline import lower_step
 from autockpt.region_rows import region_rows
 from autockpt.step import measure
@@ -128,6 +129,36 @@ def test_attention_comes_apart_to_the_bit(name, autocast):
         same_step([t + 0.0 for t in tensors], made)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shared", ["qkv", "kv", "views"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_shared_input_are_added_up_in_the_same_order(dtype, shared, autocast):
+    x = (5 * torch.randn(2, 4, 16, 8)).to(dtype).requires_grad_()
+    y = (5 * torch.randn(2, 8, 16, 8)).to(dtype).requires_grad_()
+    kwargs = {"dropout_p": 0.25, "is_causal": True, "enable_gqa": shared == "kv"}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        kind = Masks().steps(F.scaled_dot_product_attention, (x + 0, x + 0, x + 0), kwargs)
+    assert kind is not None
+
+    def step(run):
+        torch.manual_seed(1)
+        base = x + 0.0
+        tensors = {
+            "qkv": lambda: (base, base, base),
+            "kv": lambda: (y + 0.0, base, base),
+            "views": lambda: (base.view(2, 4, 16, 8), base * 1.0, base.view(2, 4, 16, 8)),
+        }[shared]()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = run(*tensors, **kwargs)
+        return [result, torch.autograd.grad(total(result), x)[0]]
+
+    def apart(*args, **named):
+        return kind(lambda f, *a: f(*a), *args, **named)
+
+    for left, right in zip(step(F.scaled_dot_product_attention), step(apart), strict=True):
+        assert identical(left, right)
+
+
 def same_step(tensors, kwargs):
     steps = Masks().steps(F.scaled_dot_product_attention, tensors, kwargs)
     assert steps is not None
@@ -222,11 +253,30 @@ def test_half_of_the_activations_of_a_layer_with_dropout_without_a_second_draw()
     assert_same_bits(real.step(), real.step(made))
 
 
-def test_attention_of_several_steps_is_not_kept(real):
+def test_attention_of_several_steps_is_not_kept():
     """Its backward lets go of what it hides bit by bit: kept, all of that would stay."""
+    _, problem = lower_step(Net().train(), (torch.randn(2, 16, 32),), {}, total, "roofline")
+    (attention,) = (i for i, op in enumerate(problem.ops) if op.target.endswith("attention"))
+    assert attention not in keepable_ops(problem)
+
+
+def test_what_lies_between_the_products_of_attention_runs_again_alone(real):
+    """With weights and mask kept, noise and its product with the weights are made again."""
     ops = real.problem.ops
-    (attention,) = (i for i, op in enumerate(ops) if op.target.endswith("attention"))
-    assert attention not in keepable_ops(real.problem)
+    first = next(i for i, op in enumerate(ops) if op.target.endswith("attention.draw"))
+    last = next(i for i, op in enumerate(ops) if op.target.endswith("attention"))
+    kept = [
+        i for i in range(first, last + 1) if ops[i].target.endswith((".draw", "weights", "tion"))
+    ]
+    assert len(kept) == 3
+    plan = Plan(regions=(Region(start=first, stop=last + 1, kept=tuple(kept)),))
+    again = count_calls(lambda: real.step(real.emitted(plan))) - count_calls(real.step)
+    assert again["aten.bmm.default"] == again["aten.bernoulli_.float"] == 0
+    assert again["aten.mul.Tensor"] > 0
+    assert_same_bits(real.step(), real.step(real.emitted(plan)))
+    predicted = simulate(real.problem, plan).resident_peak_bytes
+    measured = measure(real.emitted(plan), real.args, loss=real.loss).peak_bytes
+    assert 0 <= measured - predicted <= 64
 
 
 def test_another_precision_of_composed_attention_is_another_step():
