@@ -40,15 +40,15 @@ def graph_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
     return ""
 
 
-def leaf_order(output: torch.Tensor) -> list[torch.Tensor]:
+def leaf_order(*outputs: torch.Tensor) -> list[torch.Tensor]:
     """Give the leaves in the order in which a backward pass hands them gradients.
 
     Where leaves are one tensor after all, that is the order of a sum, of which the last bit may
     depend on it. Autograd runs what was made last first, of all that has its gradients.
     """
-    root: Any = output.grad_fn
+    roots: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     waiting: Counter[Any] = Counter()
-    found, pending = {root}, [root]
+    found, pending = set(roots), [*roots]
     while pending:
         for node, _ in pending.pop().next_functions:
             waiting[node] += 1
@@ -56,17 +56,20 @@ def leaf_order(output: torch.Tensor) -> list[torch.Tensor]:
                 found.add(node)
                 pending.append(node)
     leaves: list[torch.Tensor] = []
-    ready = [(-root._sequence_nr(), root)]
+    ready = [_turn(root) for root in dict.fromkeys(roots) if not waiting[root]]
+    heapq.heapify(ready)
     while ready:
-        _, node = heapq.heappop(ready)
-        for reached, _ in node.next_functions:
+        for reached, _ in heapq.heappop(ready)[-1].next_functions:
+            waiting[reached] -= 1
             if hasattr(reached, "variable"):
                 leaves.append(reached.variable)
-                continue
-            waiting[reached] -= 1
-            if reached is not None and not waiting[reached]:
-                heapq.heappush(ready, (-reached._sequence_nr(), reached))
+            elif reached is not None and not waiting[reached]:
+                heapq.heappush(ready, _turn(reached))
     return leaves
+
+
+def _turn(node: Any) -> tuple[int, int, Any]:
+    return -node._sequence_nr(), id(node), node
 
 
 def _name(node: Any) -> str:
