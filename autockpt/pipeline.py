@@ -133,7 +133,14 @@ def plan_step(
         budget = known.budget
     plan = choose_plan(settings, problem, budget, plain, given=known.given, known=known.plans)
     idle = idle_ops(problem, plan)
-    program = rewrite(capture, plan, root=model, random=random_ops(problem), idle=idle)
+    program = rewrite(
+        capture,
+        plan,
+        root=model,
+        random=random_ops(problem),
+        idle=idle,
+        saving=saving_ops(problem),
+    )
     report = make_report(
         problem,
         plan,
@@ -282,6 +289,11 @@ def _devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         f" The model is on {', '.join(sorted(own))}, the batch has tensors on "
         f"{', '.join(sorted(given - own))}: move them with .to(...)."
     )
+
+
+def saving_ops(problem: Problem) -> frozenset[int]:
+    """Give the indices of the ops that autograd saves something for."""
+    return frozenset(index for index, op in enumerate(problem.ops) if op.packs)
 
 
 def random_ops(problem: Problem) -> frozenset[int]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from autockpt.capture import Capture, record
 from autockpt.lower import lower
+from autockpt.pipeline import saving_ops
 from autockpt.profiler import profile
 from autockpt.rewrite import Program, rewrite
 from autockpt.step import measure
@@ -93,7 +94,9 @@ def test_predicted_peaks_are_the_measured_ones_and_bits_are_equal(name: str) -> 
     )
     for plan in plans:
         idle = idle_ops(problem, plan)
-        program = rewrite(capture, plan, root=case.model, random=draws, idle=idle)
+        program = rewrite(
+            capture, plan, root=case.model, random=draws, idle=idle, saving=saving_ops(problem)
+        )
         emitted = Emitted(case.model, capture, program)
         with buffers_restored(case.model):
             found = run_case(Case(emitted, case.args, case.kwargs, case.loss))

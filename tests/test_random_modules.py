@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autockpt.capture import record
 from autockpt.lower import lower
+from autockpt.pipeline import saving_ops
 from autockpt.profiler import profile
 from autockpt.rewrite import rewrite
 from autockpt.step import measure
@@ -160,7 +161,9 @@ def test_predicted_is_measured_to_the_byte(
         with_random_kept(problem, random_plan(problem, 9, seed + 3), random.Random(seed)),
     ):
         idle = idle_ops(problem, plan)
-        program = rewrite(capture, plan, root=model, random=draws, idle=idle)
+        program = rewrite(
+            capture, plan, root=model, random=draws, idle=idle, saving=saving_ops(problem)
+        )
         emitted = Emitted(model, capture, program)
         with buffers_restored(model):
             found = run_case(Case(emitted, case.args, case.kwargs, case.loss))

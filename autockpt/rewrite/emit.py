@@ -35,6 +35,8 @@ class Emitter:
         Values that an emitted op reads, or the caller gets.
     ambient : Ambient
         Around the call.
+    saving : collection of int
+        Indices of the ops that autograd saves something for.
     apart : bool
         Whether what was taken apart stays so where nobody needs the parts.
     """
@@ -49,6 +51,7 @@ class Emitter:
         random: Collection[int],
         used: Collection[fx.Node],
         ambient: Ambient,
+        saving: Collection[int],
         apart: bool,
     ) -> None:
         self._ops = ops
@@ -58,6 +61,7 @@ class Emitter:
         self._random = random
         self._used = used
         self._ambient = ambient
+        self._saving = saving
         self._apart = apart
         self._in_region = False
         self._lines: list[str] = []
@@ -79,6 +83,8 @@ class Emitter:
             made = ", ".join(self._renderer.names[node] for node in scope.prologue.returns)
             read = ["self", *(self._renderer.names[node] for node in scope.prologue.reads)]
             self._write(1, f"{made} = taken({', '.join(['again', *read])})")
+        if any(self._is_left_out(scope, i) for i in _ints(scope.items)):
+            self._write(1, "replay = replays(keep)")
         self._body(scope)
         returned = [self._renderer.names[node] for node in scope.returns]
         if returned:
@@ -188,25 +194,30 @@ class Emitter:
         else:
             whole = node.meta["whole"]
             text = self._renderer.call_function(whole.target, whole.args, whole.kwargs, {})
-        if index in scope.idle or index in scope.kept:
+        left_out = self._is_left_out(scope, index)
+        if not left_out and (index in scope.idle or index in scope.kept):
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))
             given = [self._renderer.names[tensor] for tensor in tensors]
             once = "skipped" if index in scope.idle else "kept"
             text = f"{once}({', '.join(['keep', str(index), _later(text, given), *given])})"
         parts = self._parts(scope, position)
+        names = [self._renderer.names[part] for part in parts]
+        nothing = "None"
         if len(parts) == 1:
-            name = self._renderer.names[parts[0]]
             if " " in text and not text.endswith(")"):
                 text = f"({text})"
-            self._write(depth, f"{name} = {text}[{parts[0].args[1]}]", source)
+            text = f"{text}[{parts[0].args[1]}]"
         elif parts:
-            names = ", ".join(self._renderer.names[part] for part in parts)
-            self._write(depth, f"{names} = {text}", source)
+            nothing = f"({', '.join(['None'] * len(parts))})"
         elif node in self._used:
-            self._write(depth, f"{self._renderer.names[node]} = {text}", source)
-        else:
-            self._write(depth, text, source)
+            names = [self._renderer.names[node]]
+        made = f"{', '.join(names)} = " if names else ""
+        self._write(depth, f"{made}{f'{nothing} if replay else ' * left_out}{text}", source)
         return joined + len(parts)
+
+    def _is_left_out(self, scope: Scope, index: int) -> bool:
+        """Tell whether a replay just leaves an op out: nobody needs of it what it made or saved."""
+        return index in scope.idle and index not in self._saving
 
     def _parts(self, scope: Scope, position: int) -> list[fx.Node]:
         """Give the ``getitem`` ops after a call when one statement can hold all of them."""

@@ -17,7 +17,7 @@ from autockpt.capture.calls import version
 from autockpt.errors import RecomputationError
 from autockpt.rewrite.remade import rooted
 
-__all__ = ["keeper", "kept", "skipped"]
+__all__ = ["keeper", "kept", "replays", "skipped"]
 
 _HOOKS: Any = torch._C._autograd
 _Run = Callable[[], Any]
@@ -31,6 +31,11 @@ def keeper() -> Any:
     A compiler decides itself what it holds: there the ops are run.
     """
     return None if torch.compiler.is_compiling() else _Keeper()
+
+
+def replays(keep: Any) -> bool:
+    """Tell a region, which asks once whenever it begins, whether it runs again."""
+    return keep is not None and keep.replays()
 
 
 def kept(keep: Any, number: int, run: _Run, *arguments: torch.Tensor) -> Any:
@@ -47,10 +52,15 @@ def skipped(keep: Any, number: int, run: _Run, *arguments: torch.Tensor, results
 
 
 class _Keeper:
-    __slots__ = ("_kept",)
+    __slots__ = ("_began", "_kept")
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
+        self._began = False
+
+    def replays(self) -> bool:
+        began, self._began = self._began, True
+        return began
 
     def __call__(self, number: int, run: _Run, *arguments: torch.Tensor, held: bool = True) -> Any:
         found = self._kept.get(number)

@@ -23,7 +23,8 @@ from autockpt.capture.mask_parts import SHOWN
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
 from autockpt.rewrite.guarded import Facts, guarded, place_of
-from autockpt.rewrite.keeping import keeper, kept, skipped
+from autockpt.rewrite.keeping import keeper, kept, replays, skipped
+from autockpt.rewrite.lookups import Lookups
 from autockpt.rewrite.names import common_prefix, region_name, unique
 from autockpt.rewrite.remade import remade, taken
 from autockpt.rewrite.scopes import Scope, is_live_read, scopes
@@ -49,7 +50,7 @@ from autockpt.capture.mask_parts import (
 {_PARTS}
 )
 from autockpt.rewrite.guarded import guarded
-from autockpt.rewrite.keeping import keeper, kept, skipped
+from autockpt.rewrite.keeping import keeper, kept, replays, skipped
 from autockpt.rewrite.remade import remade, taken
 from autockpt.rewrite.statistics import statistic
 
@@ -90,6 +91,7 @@ def rewrite(
     root: nn.Module | None = None,
     random: Collection[int] = (),
     idle: Mapping[Region, Collection[int]] | None = None,
+    saving: Collection[int] | None = None,
     apart: bool = False,
 ) -> Program:
     """Emit the forward of a capture with the regions of a plan.
@@ -107,6 +109,9 @@ def rewrite(
     idle : mapping from region to collection of int, optional
         Ops of each region that its recomputation leaves out, see ``solvers.idle_ops``; by
         default all run again.
+    saving : collection of int, optional
+        Indices of the ops that autograd saves something for: what is idle of the others, a replay
+        just leaves out. By default all ops.
     apart : bool
         Whether what the capture took apart, dropout say, stays so where nobody needs the parts;
         by default it is called whole there, as the model does.
@@ -141,6 +146,7 @@ def rewrite(
         "kept": kept,
         "operator": operator,
         "remade": remade,
+        "replays": replays,
         "skipped": skipped,
         "taken": taken,
         "statistic": statistic,
@@ -148,7 +154,7 @@ def rewrite(
         "__name__": "autockpt.emitted",
     }
     renderer = Renderer(root, namespace)
-    renderer.taken.update(("again", "keep"))
+    renderer.taken.update(("again", "keep", "replay"))
     for own in SHOWN:
         renderer.bind(own, own.__name__)
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
@@ -168,6 +174,7 @@ def rewrite(
         random=frozenset(random),
         used={node for op in ops[:emitted] for node in op.all_input_nodes} | set(outputs),
         ambient=capture.ambient,
+        saving=range(len(ops)) if saving is None else frozenset(saving),
         apart=apart,
     )
     functions = [emitter.region(scope) for scope in forward.walk() if scope is not forward]
@@ -195,14 +202,35 @@ def _facts(
     written = {node for op in ops for node in written_statistics(op)}
     read = dict.fromkeys(node for op in ops for node in op.all_input_nodes if is_live_read(node))
     targets = [str(node.target) for node in read if node not in written]
-    paths = "".join(f"{renderer.path(target)}, " for target in targets)
     return Facts(
         name=name,
         place=place_of(inside),
         reads=tuple(targets),
-        read=eval(f"lambda self: ({paths})", renderer.namespace),
+        read=_reader(ops, targets, renderer),
         writes_statistics=bool(written),
     )
+
+
+def _reader(
+    ops: Sequence[fx.Node], targets: Collection[str], renderer: Renderer
+) -> Callable[[nn.Module], tuple[torch.Tensor, ...]]:
+    """Make the function that reads tensors of the live module, each layer looked up once."""
+    lookups = Lookups(renderer, ops)
+    names: dict[str, str] = {}
+    body = []
+    for op in ops:
+        body += lookups.before(op)
+        for node, text in lookups.texts(op).items():
+            target = str(node.target)
+            if target in targets and target not in names:
+                names[target] = f"tensor_{len(names)}"
+                body.append(f"{names[target]} = {text}")
+    found = "".join(f"{names.get(target) or renderer.path(target)}, " for target in targets)
+    body.append(f"return ({found})")
+    made: dict[str, Any] = {}
+    exec("def read(self):\n" + "".join(f"    {line}\n" for line in body), renderer.namespace, made)
+    read: Callable[[nn.Module], tuple[torch.Tensor, ...]] = made["read"]
+    return read
 
 
 def is_guard(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autockpt.capture import Capture, record
 from autockpt.lower import lower
+from autockpt.pipeline import random_ops, saving_ops
 from autockpt.profiler import profile
 from autockpt.rewrite import Program, rewrite
 from solvers.plan import Plan, Region
@@ -32,9 +33,14 @@ class Captured:
     problem: Problem
 
     def program(self, plan: Plan) -> Program:
-        drawing = {i for i, op in enumerate(self.problem.ops) if op.random}
-        idle = idle_ops(self.problem, plan)
-        return rewrite(self.capture, plan, root=self.model, random=drawing, idle=idle)
+        return rewrite(
+            self.capture,
+            plan,
+            root=self.model,
+            random=random_ops(self.problem),
+            idle=idle_ops(self.problem, plan),
+            saving=saving_ops(self.problem),
+        )
 
     def emitted(self, plan: Plan) -> Emitted:
         return Emitted(self.model, self.capture, self.program(plan))

@@ -74,7 +74,8 @@ def test_matmuls_do_not_run_again_and_bits_and_bytes_are_right(real, nested):
 def test_the_code_says_so(real):
     code = real.program(plan_of(real)).code
     idle = idle_ops(real.problem, plan_of(real)).values()
-    assert len(re.findall(r"= skipped\(", code)) == sum(map(len, idle)) > 2
+    left_out = re.findall(r"= (?:skipped\(|None if replay else )", code)
+    assert len(left_out) == sum(map(len, idle)) > 2
     assert ": F.linear(" in code
     assert ": checkpoint(" in real.program(plan_of(real, nested=True)).code
 
