@@ -10,9 +10,9 @@ from solvers.plan import Region
 from solvers.replay import Replay
 from solvers.replayed import Replays
 
-_REACH = 72
+_REACH = 128
 # From an eighth to sixteen times what a byte of the whole forward costs.
-RATES = tuple(2 ** (half / 2) for half in range(-6, 9))
+RATES = tuple(2.0**power for power in range(-3, 5))
 
 
 def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
@@ -48,7 +48,7 @@ def with_kept(search: IntervalSearch, worth: frozenset[int]) -> dict[int, list[S
 
     Notes
     -----
-    Regions of at most 72 ops that begin with an op that runs again and end with one that saves
+    Regions of at most 128 ops that begin with an op that runs again and end with one that saves
     something. Linear in the number of ops.
     """
     found: dict[int, list[Segment]] = {}
