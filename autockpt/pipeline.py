@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget
 from autockpt.errors import CaptureError, ProfileError
-from autockpt.lower import lower
+from autockpt.lower import lower, op_nodes
 from autockpt.profiler import device_of, profile
 from autockpt.profiler.cost import CostChoice, cost_name, cost_on
 from autockpt.report import Report, make_report
@@ -141,6 +142,9 @@ def plan_step(
         idle=idle,
         saving=saving_ops(problem),
     )
+    if plan.regions and shares_casts(capture):
+        with PLANNING, originals(), unwatched():
+            check(capture, model, args, kwargs, program.forward)
     report = make_report(
         problem,
         plan,
@@ -289,6 +293,22 @@ def _devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         f" The model is on {', '.join(sorted(own))}, the batch has tensors on "
         f"{', '.join(sorted(given - own))}: move them with .to(...)."
     )
+
+
+def shares_casts(capture: Capture) -> bool:
+    """Tell whether autocast inside the forward casts a tensor of the module for several uses.
+
+    Then gradients of the uses are added up before the cast, in the lower precision, if one block
+    of the emitted code holds them all: that is checked with the plan's regions in it.
+    """
+    uses: Counter[str] = Counter()
+    for node in op_nodes(capture.graph):
+        ambient = node.meta["ambient"]
+        if ambient.autocast != capture.ambient.autocast and any(
+            s.enabled for s in ambient.autocast
+        ):
+            uses.update({str(n.target) for n in node.all_input_nodes if n.op == "get_attr"})
+    return any(count > 1 for count in uses.values())
 
 
 def saving_ops(problem: Problem) -> frozenset[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,12 +57,16 @@ class Whole:
         With the nodes of a graph for tensors.
     parts : tuple of fx.Node
         In program order; the last has its result.
+    alike : bool
+        Whether it needs as much memory as its parts: what torch holds until attention returns,
+        wide copies of what it was given, is then what autograd saves.
     """
 
     target: Call
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parts: tuple[fx.Node, ...]
+    alike: bool
 
 
 _DEVICES = ("cpu", "meta")
@@ -72,6 +76,14 @@ _HALF = (torch.float16, torch.bfloat16)
 def comes_apart(graph: fx.Graph) -> bool:
     """Tell whether a graph holds parts of a call."""
     return any("whole" in node.meta for node in graph.nodes)
+
+
+def needs_alike(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[fx.Node]) -> bool:
+    """Tell whether a call as a whole needs as much memory as its parts: ``Whole.alike``."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    bias = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    trained = all(tensor.requires_grad for tensor in given if tensor is not bias)
+    return trained and all(part.target not in (retyped, repeated) for part in parts)
 
 
 class Masks:

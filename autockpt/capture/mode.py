@@ -20,7 +20,7 @@ from autockpt.capture.calls import (
     writes_statistics,
 )
 from autockpt.capture.guards import ask
-from autockpt.capture.masks import Masks, Whole
+from autockpt.capture.masks import Masks, Whole, needs_alike
 from autockpt.capture.refusals import drop
 from autockpt.capture.restore import Trace, default_states
 from autockpt.capture.stream import Stream, leaves
@@ -98,7 +98,8 @@ class Recorder(TorchFunctionMode):
         named = {k: self.stream.convert(v, [], False) for k, v in kwargs.items()}
         parts: list[fx.Node] = []
         result = steps(partial(self._step, parts), *args, **kwargs)
-        whole = Whole(target=func, args=used, kwargs=named, parts=tuple(parts))
+        alike = needs_alike(args, kwargs, parts)
+        whole = Whole(target=func, args=used, kwargs=named, parts=tuple(parts), alike=alike)
         for part in parts:
             part.meta["whole"] = whole
         return result

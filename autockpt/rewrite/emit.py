@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from autockpt.capture.ambient import Ambient
-from autockpt.rewrite.contexts import contexts
-from autockpt.rewrite.expressions import Renderer
+from autockpt.rewrite.contexts import around_region, contexts
+from autockpt.rewrite.expressions import Renderer, in_parentheses
 from autockpt.rewrite.layout import laid_out
 from autockpt.rewrite.lookups import Lookups
 from autockpt.rewrite.scopes import Scope, deaths, is_live_read
@@ -124,7 +124,8 @@ class Emitter:
             opened = needed
             depth = 2 if opened else 1
             if isinstance(item, Scope):
-                self._region_call(item, dying[position], idle=item.start in scope.idle)
+                idle = item.start in scope.idle
+                self._region_call(item, dying[position], depth, idle=idle)
                 position += 1
                 continue
             joined = self._joined(scope, position, dying)
@@ -137,24 +138,24 @@ class Emitter:
             self._delete([node for node in dead if node not in unnamed], depth)
             position += count
 
-    def _region_call(self, scope: Scope, dead: Sequence[fx.Node], *, idle: bool) -> None:
+    def _region_call(
+        self, scope: Scope, dead: Sequence[fx.Node], depth: int, *, idle: bool
+    ) -> None:
         """Write the call of a region; what it can make again nobody else may hold for it."""
         made = () if scope.prologue is None else scope.prologue.returns
         if made:
             names = [self._renderer.names[node] for node in made]
             prologue = self._prologues[scope.start, scope.stop]
-            self._write(1, f"again = remade({', '.join([prologue, *names])})")
-            self._delete([node for node in made if node in dead], 1)
-        self._write(1, self._call(scope, idle=idle))
-        self._delete([node for node in dead if node not in made], 1)
+            self._write(depth, f"again = remade({', '.join([prologue, *names])})")
+            self._delete([node for node in made if node in dead], depth)
+        self._write(depth, self._call(scope, idle=idle))
+        self._delete([node for node in dead if node not in made], depth)
 
     def _contexts(self, item: int | Scope) -> str:
-        """Contexts around an item: those that it needs and that do not hold yet.
-
-        A region enters its contexts inside, where the recomputation meets them too.
-        """
+        """Contexts around an item: those that it needs and that do not hold yet."""
         if isinstance(item, Scope):
-            return ""
+            inside = {self._ops[i].meta["ambient"] for i in range(item.start, item.stop)}
+            return around_region(inside, self._ambient, in_region=self._in_region)
         ambient = self._ops[item].meta["ambient"]
         return contexts(ambient, self._ambient, in_region=self._in_region)
 
@@ -171,7 +172,7 @@ class Emitter:
         item = scope.items[position]
         assert isinstance(item, int)
         whole = self._ops[item].meta.get("whole")
-        if whole is None or self._apart or self._in_region:
+        if whole is None or not whole.alike or self._apart or self._in_region:
             return 1
         end = position + len(whole.parts)
         if [self._ops[i] for i in _ints(scope.items[position:end])] != [*whole.parts]:
@@ -204,9 +205,7 @@ class Emitter:
         names = [self._renderer.names[part] for part in parts]
         nothing = "None"
         if len(parts) == 1:
-            if " " in text and not text.endswith(")"):
-                text = f"({text})"
-            text = f"{text}[{parts[0].args[1]}]"
+            text = f"{in_parentheses(text)}[{parts[0].args[1]}]"
         elif parts:
             nothing = f"({', '.join(['None'] * len(parts))})"
         elif node in self._used:

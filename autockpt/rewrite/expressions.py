@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import functools
 import keyword
@@ -190,7 +191,7 @@ class Renderer:
         found, owner = [], self._root
         parts = path.split(".")
         for count, part in enumerate(parts, 1):
-            if isinstance(owner, _LISTS) and part.isdigit():
+            if isinstance(_item(owner, part), int):
                 found.append(".".join(parts[:count]))
             owner = getattr(owner, part, None)
         return found
@@ -254,13 +255,35 @@ class Renderer:
 
 def _access(text: str, owner: Any, part: str) -> str:
     """Render the access to one attribute of a live module."""
-    if isinstance(owner, _LISTS) and part.isdigit():
-        return f"{text}[{part}]"
-    if isinstance(owner, nn.ModuleDict | nn.ParameterDict) and part in owner:
-        return f"{text}[{part!r}]"
+    key = _item(owner, part)
+    if key is not None:
+        return f"{text}[{key!r}]"
     if part.isidentifier() and part not in keyword.kwlist:
         return f"{text}.{part}"
     return f"getattr({text}, {part!r})"
+
+
+def _item(owner: Any, part: str) -> int | str | None:
+    """Give the key under which a container has a member, if it has it under the obvious one.
+
+    Examples
+    --------
+    >>> layers = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
+    >>> _item(layers, "2"), _item(layers[2:], "2"), _item(nn.ModuleDict({"a": layers}), "a")
+    (2, None, 'a')
+    """
+    key: int | str
+    if isinstance(owner, _LISTS) and part.isdigit():
+        key = int(part)
+    elif isinstance(owner, nn.ModuleDict | nn.ParameterDict):
+        key = part
+    else:
+        return None
+    try:
+        # A slice keeps the names of its members, and a subclass may mean something else by a key.
+        return key if owner[key] is getattr(owner, part) else None
+    except (AttributeError, LookupError, TypeError):
+        return None
 
 
 def _is_default(function: Any, name: str, value: Any) -> bool:
@@ -277,6 +300,18 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     return dict(zip(names[len(names) - len(values) :], values, strict=True))
+
+
+def in_parentheses(text: str) -> str:
+    """Put an expression in parentheses if an index after it would not be one of the whole.
+
+    Examples
+    --------
+    >>> in_parentheses("x * float('inf')"), in_parentheses("f(x)")
+    ("(x * float('inf'))", 'f(x)')
+    """
+    tight = ast.Call, ast.Attribute, ast.Subscript, ast.Name
+    return text if isinstance(ast.parse(text, mode="eval").body, tight) else f"({text})"
 
 
 def _bounds(value: slice) -> tuple[Any, Any, Any]:

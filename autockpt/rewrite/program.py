@@ -217,13 +217,14 @@ def _reader(
     """Make the function that reads tensors of the live module, each layer looked up once."""
     lookups = Lookups(renderer, ops)
     names: dict[str, str] = {}
+    taken = set(renderer.taken)
     body = []
     for op in ops:
         body += lookups.before(op)
         for node, text in lookups.texts(op).items():
             target = str(node.target)
             if target in targets and target not in names:
-                names[target] = f"tensor_{len(names)}"
+                names[target] = unique("tensor", taken)
                 body.append(f"{names[target]} = {text}")
     found = "".join(f"{names.get(target) or renderer.path(target)}, " for target in targets)
     body.append(f"return ({found})")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,3 +57,52 @@ def test_a_replaced_layer_is_the_one_that_runs():
     other = copy.deepcopy(model)
     other.blocks[0] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     assert torch.equal(emitted(other, x)[0], other(x))
+
+
+class Names(nn.Module):
+    """Members that no list shows under the obvious key, and names that our own code uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sliced = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])[2:5]
+        turned = [("3", nn.Linear(4, 4)), ("0", nn.Linear(4, 4))]
+        self.turned = nn.Sequential(OrderedDict(turned))
+        self.strange = Strange([nn.Linear(4, 4) for _ in range(3)])
+        for name in ("tensor", "tensor_2", "keep", "replay", "layer"):
+            setattr(self, name, nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.strange[0](self.turned(self.sliced(x)).tanh()).tanh()
+        for name in ("tensor", "tensor_2", "keep", "replay", "layer"):
+            x = getattr(self, name)(x).tanh()
+        return x
+
+
+class Strange(nn.ModuleList):
+    """Counts from the end."""
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return super().__getitem__(-1 - index)
+
+
+def test_members_are_read_by_what_leads_to_them():
+    real = captured(Names(), (torch.randn(3, 4),))
+    steps = len(real.problem.ops)
+    for plan in (Plan(), Plan.flat([(0, 4), (4, 9)]), Plan.flat([(1, steps - 3)])):
+        assert_same_bits(real.step(), real.step(real.emitted(plan)))
+
+
+@pytest.mark.parametrize(
+    "index", [lambda x: (x * float("inf"))[0], lambda x: (x - (1 + 2j))[0], lambda x: (-x)[0]]
+)
+def test_an_index_is_one_of_the_whole_expression(index):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return index(self.linear(x).tanh()).real.tanh()
+
+    real = captured(Net(), (torch.randn(3, 4),))
+    assert_same_bits(real.step(), real.step(real.emitted(Plan())))

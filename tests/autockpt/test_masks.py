@@ -325,3 +325,37 @@ def test_the_roofline_sees_dropout_whole():
     )
     assert not any(op.target.endswith(".draw") for op in coarse.ops)
     assert sum(op.target.endswith(".draw") for op in fine.ops) == 3
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("detached", ["", "v", "kv"])
+def test_attention_that_torch_would_hold_more_for_is_emitted_in_parts(detached, bias, autocast):
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(32, 96)
+            self.bias = nn.Parameter(torch.zeros(1, 4, 64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            qkv = self.into(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = (t.detach() if n in detached else t for n, t in zip("qkv", qkv, strict=True))
+            mask = self.bias * 2 if bias else None
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.2)
+
+    model, x = Attention().train(), torch.randn(2, 64, 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = autockpt.optimize(model, (x,), loss=total, memory_budget="100%", cost=dear_draws)
+    report = ours.autockpt.report
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ours = ours
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return self.ours(x)
+
+    measured = measure(Around(), (x,), loss=total).peak_bytes
+    assert abs(measured - report.peak_bytes) <= 64
