@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autockpt.capture.autograd_graph import graph_difference, leaf_order
+from autockpt.capture.autograd_graph import graph_difference
 from autockpt.capture.bits import as_bytes, identical
 from autockpt.capture.calls import version
 from autockpt.capture.captured import Capture
@@ -225,25 +225,7 @@ def _difference(plain: _Run, ours: _Run) -> str:
             return f"an input of shape {tuple(written.shape)} is not equal afterwards"
     if not plain.state.torch_is(ours.state):
         return "the random state is not equal afterwards"
-    return _gradient_difference(plain, ours)
-
-
-def _gradient_difference(plain: _Run, ours: _Run) -> str:
-    if difference := graph_difference(plain.outputs, ours.outputs):
-        return difference
-    orders = [_numbered(leaf_order(*run.outputs)) for run in (plain, ours)]
-    return "" if orders[0] == orders[1] else "gradients arrive in another order"
-
-
-def _numbered(leaves: list[torch.Tensor]) -> list[int]:
-    """Tell parameters apart by identity, and inputs, which are others in each run, by number."""
-    numbers: dict[int, int] = {}
-    return [
-        id(leaf)
-        if isinstance(leaf, torch.nn.Parameter)
-        else numbers.setdefault(id(leaf), ~len(numbers))
-        for leaf in leaves
-    ]
+    return graph_difference(plain.outputs, ours.outputs)
 
 
 def _first_difference(capture: Capture, model: torch.nn.Module, batch: _Batch) -> str:
