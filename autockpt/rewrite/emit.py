@@ -194,7 +194,7 @@ class Emitter:
             text = self._renderer.call(node, self._overrides(node, depth))
         else:
             whole = node.meta["whole"]
-            text = self._renderer.call_function(whole.target, whole.args, whole.kwargs, {})
+            text = self._renderer.call_of(whole.target, whole.args, whole.kwargs, {})
         left_out = self._is_left_out(scope, index)
         if not left_out and (index in scope.idle or index in scope.kept):
             tensors = (n for n in node.all_input_nodes if not is_live_read(n))

@@ -100,20 +100,24 @@ class Renderer:
 
     def call(self, node: fx.Node, wrapped: Mapping[fx.Node, str]) -> str:
         """Render the call of ``node``; ``wrapped`` overrides how an argument is rendered."""
-        if node.op == "call_function":
-            return self.call_function(node.target, node.args, node.kwargs, wrapped)
-        args, keywords = self._given(node.target, node.args, node.kwargs, wrapped)
-        return _method(str(node.target), args, keywords)
+        return self.call_of(node.target, node.args, node.kwargs, wrapped)
 
-    def call_function(
+    def call_of(
         self,
         target: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         wrapped: Mapping[fx.Node, str],
     ) -> str:
-        """Render the call of a function, as an operator where it is one."""
-        texts, keywords = self._given(target, args, kwargs, wrapped)
+        """Render the call of a function, as an operator where it is one, or of a method's name."""
+        texts = [self.value(arg, wrapped) for arg in args]
+        keywords = {
+            key: self.value(arg, wrapped)
+            for key, arg in kwargs.items()
+            if not _is_default(target, key, arg)
+        }
+        if isinstance(target, str):
+            return _method(target, texts, keywords)
         if target in _OPERATORS and not keywords:
             return _method(_OPERATORS[target], texts, keywords)
         if target is getattr and len(args) == 2:
@@ -121,21 +125,6 @@ class Renderer:
         if target is setattr:
             return f"{texts[0]}.{args[1]} = {texts[2]}"
         return f"{self.function(target)}({_arguments(texts, keywords)})"
-
-    def _given(
-        self,
-        target: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        wrapped: Mapping[fx.Node, str],
-    ) -> tuple[list[str], dict[str, str]]:
-        texts = [self.value(arg, wrapped) for arg in args]
-        keywords = {
-            key: self.value(arg, wrapped)
-            for key, arg in kwargs.items()
-            if not _is_default(target, key, arg)
-        }
-        return texts, keywords
 
     def value(self, value: Any, wrapped: Mapping[fx.Node, str]) -> str:
         """Render an argument: a node, a constant, or a nest of both."""

@@ -60,10 +60,10 @@ def test_gradients_of_a_shared_weight_are_added_up_before_the_cast(
 ) -> None:
     torch.manual_seed(0)
     plain, tokens = kind().train(), torch.randint(20, (4, 16))
-    ours = autockpt.optimize(
-        copy.deepcopy(plain), (tokens,), memory_budget=budget, cost=cost, solver="auto"
-    )
+    ours = autockpt.optimize(copy.deepcopy(plain), (tokens,), memory_budget=budget, cost=cost)
     assert ours.autockpt.plan.regions
+    # Parted blocks may be more than a graph can hold; one block is not.
+    assert kind is Interrupted or not ours.autockpt.over_modules
     for seed in (1, 2):
         steps = [run_step(model, (tokens,), seed=seed) for model in (plain, ours)]
         assert_same_bits(*steps)
