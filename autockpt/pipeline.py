@@ -143,7 +143,8 @@ def plan_step(
         saving=saving_ops(problem),
     )
     if plan.regions and shares_casts(capture):
-        with PLANNING, originals(), unwatched():
+        what = "the emitted forward was checked against the model's"
+        with PLANNING, originals(), unwatched(), enough_memory(what):
             check(capture, model, args, kwargs, program.forward)
     report = make_report(
         problem,

@@ -40,15 +40,15 @@ def graph_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
     return ""
 
 
-def leaf_order(*outputs: torch.Tensor) -> list[torch.Tensor]:
+def leaf_order(output: torch.Tensor) -> list[torch.Tensor]:
     """Give the leaves in the order in which a backward pass hands them gradients.
 
     Where leaves are one tensor after all, that is the order of a sum, of which the last bit may
     depend on it. Autograd runs what was made last first, of all that has its gradients.
     """
-    roots: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    root: Any = output.grad_fn
     waiting: Counter[Any] = Counter()
-    found, pending = set(roots), [*roots]
+    found, pending = {root}, [root]
     while pending:
         for node, _ in pending.pop().next_functions:
             waiting[node] += 1
@@ -56,8 +56,7 @@ def leaf_order(*outputs: torch.Tensor) -> list[torch.Tensor]:
                 found.add(node)
                 pending.append(node)
     leaves: list[torch.Tensor] = []
-    ready = [_turn(root) for root in dict.fromkeys(roots) if not waiting[root]]
-    heapq.heapify(ready)
+    ready = [_turn(root)]
     while ready:
         for reached, _ in heapq.heappop(ready)[-1].next_functions:
             waiting[reached] -= 1

@@ -132,8 +132,8 @@ class Emitter:
             count = self._op(scope, position, joined, depth)
             # What lies inside one statement never had a name: parts of a call that is written
             # whole, and a tuple that is taken apart at once.
-            named = joined - 1 if count == joined else joined
-            unnamed = [self._ops[i] for i in _ints(scope.items[position : position + named])]
+            inner = joined - 1 if count == joined else joined
+            unnamed = [self._ops[i] for i in _ints(scope.items[position : position + inner])]
             dead = [node for group in dying[position : position + count] for node in group]
             self._delete([node for node in dead if node not in unnamed], depth)
             position += count
