@@ -13,8 +13,7 @@ from autockpt.rewrite.contexts import around_region, contexts
 from autockpt.rewrite.expressions import Renderer, in_parentheses
 from autockpt.rewrite.layout import laid_out
 from autockpt.rewrite.lookups import Lookups
-from autockpt.rewrite.scopes import Scope, deaths, is_live_read
-from autockpt.rewrite.statistics import written_statistics
+from autockpt.rewrite.scopes import Scope, deaths, is_live_read, written_statistics
 
 INDENT = "    "
 
@@ -255,16 +254,14 @@ class Emitter:
         }
 
     def _call(self, scope: Scope, *, idle: bool) -> str:
-        """Render the call of a region under ``checkpoint``."""
+        """Render the call of a region."""
         name = self._regions[scope.start, scope.stop]
         paths = self._paths(scope.reads)
         reads = (self._renderer.value(node, paths) for node in scope.reads)
         own = ["keeper()" if name == "keep" else name for name in _own_arguments(scope)]
         arguments = [name, "self", *own, *reads]
-        arguments.append("use_reentrant=False")
-        arguments.append(f"preserve_rng_state={self._draws(scope)}")
-        arguments.append(f"**guarded({name}, self)")
-        call = f"checkpoint({', '.join(arguments)})"
+        arguments.append(f"draws={self._draws(scope)}")
+        call = f"checkpointed({', '.join(arguments)})"
         if idle:
             given = [self._renderer.names[node] for node in scope.reads]
             call = _later(call, given)
@@ -276,11 +273,11 @@ class Emitter:
         return f"{', '.join(self._renderer.names[node] for node in scope.returns)} = {call}"
 
     def _draws(self, scope: Scope) -> str:
-        """Say whether a recomputation draws: for a compiler, which runs what is kept, more do."""
+        """Say whether a recomputation draws: where kept ops run all the same, more do."""
         draws = [i for i in range(scope.start, scope.stop) if i in self._random]
         if any(i not in scope.kept for i in draws):
             return "True"
-        return "torch.compiler.is_compiling()" if draws else "False"
+        return '"kept"' if draws else "False"
 
 
 def _later(text: str, variables: Sequence[str]) -> str:

@@ -7,6 +7,8 @@ import keyword
 import re
 from collections.abc import Iterable, Sequence
 
+from torch import fx
+
 RESERVED = frozenset(keyword.kwlist) | frozenset(dir(builtins))
 
 
@@ -76,3 +78,28 @@ def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
             break
         shared.append(parts[0])
     return shared
+
+
+def place_of(ops: Sequence[fx.Node]) -> str:
+    """Say where in the model a run of ops lies.
+
+    Examples
+    --------
+    >>> import torch
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> ops = [graph.call_function(torch.tanh, (x,)) for _ in range(2)]
+    >>> ops[0].meta.update(module="h.0.mlp", source="net.py:7")
+    >>> ops[1].meta.update(module="h.1", source="net.py:9")
+    >>> place_of(ops)
+    "from 'h.0.mlp' (net.py:7) to 'h.1' (net.py:9)"
+    """
+    first, last = (_place(node) for node in (ops[0], ops[-1]))
+    return f"in {first}" if first == last else f"from {first} to {last}"
+
+
+def _place(node: fx.Node) -> str:
+    source = node.meta.get("source", "")
+    where = f" ({source})" if source else ""
+    module = node.meta.get("module")
+    return f"{module!r}{where}" if module else f"the model itself{where}"

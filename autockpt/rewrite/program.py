@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.captured import Capture
 from autockpt.capture.guards import expect
 from autockpt.capture.mask_parts import SHOWN
+from autockpt.regions.checkpointed import checkpointed
+from autockpt.regions.guarded import Facts
+from autockpt.regions.keeping import keeper, kept, replays, skipped
+from autockpt.regions.remade import remade, taken
+from autockpt.regions.statistics import statistic
 from autockpt.rewrite.emit import Emitter
 from autockpt.rewrite.expressions import Renderer
-from autockpt.rewrite.guarded import Facts, guarded, place_of
-from autockpt.rewrite.keeping import keeper, kept, replays, skipped
 from autockpt.rewrite.lookups import Lookups
-from autockpt.rewrite.names import common_prefix, region_name, unique
-from autockpt.rewrite.remade import remade, taken
-from autockpt.rewrite.scopes import Scope, is_live_read, scopes
-from autockpt.rewrite.statistics import statistic, written_statistics
+from autockpt.rewrite.names import common_prefix, place_of, region_name, unique
+from autockpt.rewrite.scopes import Scope, is_live_read, scopes, written_statistics
 from solvers.plan import Plan, Region
 
 _PARTS = textwrap.fill(
@@ -42,17 +42,16 @@ import operator
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.guards import expect
 from autockpt.capture.mask_parts import (
 {_PARTS}
 )
-from autockpt.rewrite.guarded import guarded
-from autockpt.rewrite.keeping import keeper, kept, replays, skipped
-from autockpt.rewrite.remade import remade, taken
-from autockpt.rewrite.statistics import statistic
+from autockpt.regions.checkpointed import checkpointed
+from autockpt.regions.keeping import keeper, kept, replays, skipped
+from autockpt.regions.remade import remade, taken
+from autockpt.regions.statistics import statistic
 
 """
 _serial = itertools.count(1)
@@ -137,11 +136,10 @@ def rewrite(
     forward = scopes(ops, emitted, outputs, plan, idle or {})
 
     namespace: dict[str, Any] = {
-        "checkpoint": checkpoint,
+        "checkpointed": checkpointed,
         "default_dtype": default_dtype,
         "expect": expect,
         "F": torch.nn.functional,
-        "guarded": guarded,
         "keeper": keeper,
         "kept": kept,
         "operator": operator,

@@ -67,6 +67,11 @@ def is_live_read(node: fx.Node) -> bool:
     return node.op == "get_attr" and node.meta.get("kind") != "attribute"
 
 
+def written_statistics(node: fx.Node) -> list[fx.Node]:
+    """Give the tensors of the module that an op writes."""
+    return [written for written in node.meta.get("writes", ()) if written.op == "get_attr"]
+
+
 def scopes(
     ops: Sequence[fx.Node],
     emitted: int,

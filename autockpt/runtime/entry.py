@@ -33,8 +33,10 @@ class Entry:
 
     step: Step
     compiled: Compiled = field(init=False)
+    _writes_before_guard: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self._writes_before_guard = writes_before_guard(self.step)
         self.compiled = Compiled(self.step.capture, self.step.problem, self.step.plan)
 
     @_disable_dynamo(recursive=False)
@@ -62,8 +64,10 @@ class Entry:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], _Before | None]:
         tensors = self.step.capture.inputs.tensors(args, kwargs)
-        guarded = self.step.program.has_guards
-        return tensors, _Before.of(self.step, module, tensors) if guarded else None
+        if not self.step.program.has_guards:
+            return tensors, None
+        writes = self.step.capture.writes if self._writes_before_guard else None
+        return tensors, _Before.of(module, tensors, writes)
 
     @_disable_dynamo
     def _end(self, module: nn.Module, outputs: tuple[Any, ...]) -> Any:
@@ -90,10 +94,12 @@ class _Before:
     device_random: dict[int, torch.Tensor]
 
     @classmethod
-    def of(cls, step: Step, module: nn.Module, inputs: Sequence[torch.Tensor]) -> _Before:
+    def of(
+        cls, module: nn.Module, inputs: Sequence[torch.Tensor], writes: Sequence[str] | None
+    ) -> _Before:
         written: list[torch.Tensor] = []
-        if writes_before_guard(step):
-            others = (read_path(module, target) for target in step.capture.writes)
+        if writes is not None:
+            others = (read_path(module, target) for target in writes)
             written = [*module.buffers(), *others, *inputs]
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         return cls(

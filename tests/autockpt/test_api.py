@@ -113,7 +113,7 @@ def test_the_whole_budget_is_the_plain_step(net: Net) -> None:
     optimized = optimize(net, batch(), memory_budget="100%")
     assert optimized.autockpt.plan.regions == ()
     assert optimized.autockpt.plan.status == "optimal"
-    assert "checkpoint(" not in optimized.autockpt.code
+    assert "checkpointed(" not in optimized.autockpt.code
     assert_alike(net, optimized, batch())
 
 

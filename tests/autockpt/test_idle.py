@@ -77,7 +77,7 @@ def test_the_code_says_so(real):
     left_out = re.findall(r"= (?:skipped\(|None if replay else )", code)
     assert len(left_out) == sum(map(len, idle)) > 2
     assert ": F.linear(" in code
-    assert ": checkpoint(" in real.program(plan_of(real, nested=True)).code
+    assert ": checkpointed(" in real.program(plan_of(real, nested=True)).code
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt.errors import RecomputationError
+from autockpt.regions.keeping import Kept
 from autockpt.report import make_report
-from autockpt.rewrite.keeping import _Kept
 from autockpt.step import measure
 from autockpt.units import Budget
 from solvers.keeping import keepable_ops
@@ -191,14 +191,14 @@ def test_writing_to_what_is_kept_raises():
         Plan(regions=(Region(start=0, stop=ops.index("tanh") + 1, kept=(kept,)),))
     )
     held: list[Tensor] = []
-    run = _Kept.run
+    keep = Kept.hold
 
-    def noting(self: _Kept, op: object) -> Tensor:
-        held.append(run(self, op))  # type: ignore[arg-type]
-        return held[-1]
+    def noting(self: Kept, result: Tensor) -> None:
+        held.append(result)
+        keep(self, result)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Kept, "run", noting)
+        patch.setattr(Kept, "hold", noting)
         loss = real.loss(emitted(*real.args))
     with torch.no_grad():
         held[-1].mul_(2)

@@ -93,8 +93,8 @@ def test_random_state_is_kept_only_where_something_is_drawn() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh())
     real = captured(model, (torch.randn(3, 4),))
     code = real.program(Plan.flat([(0, 2), (2, 5)])).code
-    assert code.count("preserve_rng_state=False") == 1
-    assert code.count("preserve_rng_state=True") == 1
+    assert code.count("draws=False") == 1
+    assert code.count("draws=True") == 1
 
 
 def test_statistics_move_once() -> None:
@@ -108,7 +108,7 @@ def test_statistics_move_once() -> None:
     ):
         code = real.program(plan).code
         assert "statistic(layer.running_mean)" in code
-        assert code.count("**guarded(") == len(list(plan.walk()))
+        assert code.count("checkpointed(") == len(list(plan.walk()))
         assert_same_bits(real.step(), real.step(real.emitted(plan)))
 
 
@@ -120,7 +120,7 @@ def test_code_can_be_read() -> None:
     program = real.program(plan)
     assert program.regions == ("h_1",)
     assert "def h_1(self, " in program.code
-    assert "checkpoint(h_1, self, " in re.sub(r"\(\s+", "(", program.code)
+    assert "checkpointed(h_1, self, " in re.sub(r"\(\s+", "(", program.code)
     assert "h = self.transformer.h[1]\n" in program.code
     assert "c_attn = h.attn.c_attn\n" in program.code
     assert "c_attn.weight" in program.code

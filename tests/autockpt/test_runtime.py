@@ -120,7 +120,7 @@ def test_it_trains_alike_and_recomputes(net: Net) -> None:
     assert_alike(net, optimized, batch())
     case = zoo.Case(net, (batch(),), {}, torch.sum)
     assert recomputed_calls(case, optimized)["aten.addmm.default"] > 0
-    assert "checkpoint(" in optimized.autockpt.code
+    assert "checkpointed(" in optimized.autockpt.code
     assert optimized.autockpt.plan.regions
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 
 import torch
-from torch import fx
 
 # Per thread: on a GPU, backward and with it the recomputation runs in a thread of its own.
 _local = threading.local()
@@ -46,8 +45,3 @@ def statistic(buffer: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or getattr(_local, "depth", 0) == 0:
         return buffer
     return buffer.detach().clone()
-
-
-def written_statistics(node: fx.Node) -> list[fx.Node]:
-    """Give the tensors of the module that an op writes."""
-    return [written for written in node.meta.get("writes", ()) if written.op == "get_attr"]

@@ -66,29 +66,21 @@ class _Remade:
 
 def rooted(values: tuple[torch.Tensor, ...], require_grad: list[bool]) -> tuple[torch.Tensor, ...]:
     """Let values require grad as results do, in the graph of a recomputation."""
-    if not any(require_grad):
-        return values
-    root = torch.empty(0, requires_grad=True)
-    found: tuple[torch.Tensor, ...]
-    found = _Rooted.apply(root, require_grad, *values)  # type: ignore[no-untyped-call]
-    return found
+    return tuple(
+        _result(value) if requires else value.detach()
+        for value, requires in zip(values, require_grad, strict=True)
+    )
 
 
-class _Rooted(torch.autograd.Function):
-    """Lets values require grad as results, as they did in forward.
+def _result(value: torch.Tensor) -> torch.Tensor:
+    # A leaf would be held to the end of the recomputation by the node that makes it one. This is
+    # the result of a node that saves nothing, that fails if it is differentiated, which nobody
+    # does, and that is made in C++: a function in Python takes five times as long.
+    error: Any = torch._C._functions
+    result: torch.Tensor = error.DelayedError(b"a recomputation has no backward", 2)(_ROOT, value)[
+        1
+    ]
+    return result
 
-    A leaf would be held by the graph of the recomputation to its end.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, root: torch.Tensor, require_grad: list[bool], *values: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        results = tuple(value.detach() for value in values)
-        pairs = zip(results, require_grad, strict=True)
-        ctx.mark_non_differentiable(*(result for result, needs in pairs if not needs))
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("the graph of a recomputation is never differentiated")
+_ROOT = torch.empty(0, requires_grad=True)

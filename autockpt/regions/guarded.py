@@ -8,19 +8,19 @@ version and identity, and errors are told in the words of the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from autockpt.capture.calls import version
 from autockpt.errors import RecomputationError
 from autockpt.recomputation import Explained
-from autockpt.rewrite.statistics import Replay
+from autockpt.regions.statistics import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +48,6 @@ class Facts:
     writes_statistics: bool
 
 
-def place_of(ops: Sequence[fx.Node]) -> str:
-    """Say where in the model a run of ops lies.
-
-    Examples
-    --------
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> ops = [graph.call_function(torch.tanh, (x,)) for _ in range(2)]
-    >>> ops[0].meta.update(module="h.0.mlp", source="net.py:7")
-    >>> ops[1].meta.update(module="h.1", source="net.py:9")
-    >>> place_of(ops)
-    "from 'h.0.mlp' (net.py:7) to 'h.1' (net.py:9)"
-    """
-    first, last = (_place(node) for node in (ops[0], ops[-1]))
-    return f"in {first}" if first == last else f"from {first} to {last}"
-
-
-def _place(node: fx.Node) -> str:
-    source = node.meta.get("source", "")
-    where = f" ({source})" if source else ""
-    module = node.meta.get("module")
-    return f"{module!r}{where}" if module else f"the model itself{where}"
-
-
 def guarded(region: Callable[..., Any], module: nn.Module) -> dict[str, Any]:
     """Give the arguments of ``checkpoint`` that watch a region of the emitted code.
 
@@ -93,11 +69,11 @@ def _is_traced() -> bool:
 def _contexts(
     facts: Facts, module: nn.Module
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    region = f"Region {facts.name}, {facts.place},"
-    return Explained(region, _CAUSES), _Again(facts, module)
+    unchanged = Unchanged(facts, module)
+    return Explained(f"{unchanged.region},", CAUSES), unchanged
 
 
-_CAUSES = (
+CAUSES = (
     "Usual causes: a custom autograd.Function or custom op whose result depends on Python state "
     "or on time, an op without a deterministic implementation, a global that was changed between "
     "forward and backward. Move backward closer to its forward, or take that op's module out of "
@@ -105,7 +81,7 @@ _CAUSES = (
 )
 
 
-class _Again:
+class Unchanged:
     """Around a recomputation: the module's tensors are those of the forward, and unchanged.
 
     Autograd saves tensors, so a weight that was replaced since (``functional_call``,
@@ -119,6 +95,11 @@ class _Again:
         self._module = module
         self._then = [(t, version(t), _address(t)) for t in facts.read(module)]
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+    @property
+    def region(self) -> str:
+        """Name the region, as a sentence begins."""
+        return f"Region {self._facts.name}, {self._facts.place}"
 
     def __enter__(self) -> None:
         for name, (tensor, number, address) in zip(self._facts.reads, self._then, strict=True):

@@ -1,0 +1,133 @@
+"""What a region finds again when it runs again: its arguments, autocast, random generators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._device import DeviceContext
+
+_make_saved: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+_SavedTensor: Any = getattr(torch._C._autograd, "SavedTensor", ())
+
+
+class Inputs:
+    """The arguments of a call, held as autograd holds what it saves.
+
+    A tensor that is written to since is an error, and hooks around the step see it.
+    """
+
+    __slots__ = ("_held", "_saved")
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self._saved: Any = None
+        if _make_saved is None:
+            tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+            self._saved = _Saved.apply(  # type: ignore[no-untyped-call]
+                torch.empty(0, requires_grad=True), *tensors
+            )
+            self._held = [_A_TENSOR if isinstance(a, torch.Tensor) else a for a in arguments]
+        else:
+            self._held = [
+                _make_saved(a, is_output=False) if isinstance(a, torch.Tensor) else a
+                for a in arguments
+            ]
+
+    def unpacked(self) -> list[Any]:
+        """Give the arguments."""
+        if self._saved is None:
+            return [
+                held.unpack() if isinstance(held, _SavedTensor) else held for held in self._held
+            ]
+        tensors = iter(self._saved.grad_fn.saved_tensors)
+        return [next(tensors) if x is _A_TENSOR else x for x in self._held]
+
+
+class _Saved(torch.autograd.Function):
+    """Nothing but saved tensors, before torch 2.13."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return root.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing comes of it")
+
+
+_A_TENSOR = object()
+
+
+class Ambient:
+    """Autocast and the default device around a call."""
+
+    __slots__ = ("_autocasts", "_device")
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        # None stands for what is nearly always so: there is none.
+        self._autocasts = _autocasts(arguments) if torch._C._is_any_autocast_enabled() else None
+        self._device: Any = None
+        if torch._C._len_torch_function_stack():
+            modes = reversed(_get_current_function_mode_stack())
+            self._device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+
+    def again(self, arguments: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Bring it back around a call with these arguments."""
+        autocasts = self._autocasts
+        if autocasts is None and torch._C._is_any_autocast_enabled():
+            autocasts = [{**now, "enabled": False} for now in _autocasts(arguments)]
+        if autocasts is None and self._device is None:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for autocast in autocasts or ():
+            stack.enter_context(torch.amp.autocast(**autocast))
+        if self._device is not None:
+            stack.enter_context(self._device)
+        return stack
+
+
+def _autocasts(arguments: Sequence[Any]) -> list[dict[str, Any]]:
+    """Give the state of autocast for the devices of the arguments, and for the CPU."""
+    kinds = dict.fromkeys(a.device.type for a in arguments if isinstance(a, torch.Tensor))
+    kinds.pop("cpu", None)
+    return [
+        {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in [*kinds, "cpu"]
+        if torch.amp.is_autocast_available(kind)
+    ]
+
+
+class Random:
+    """The generators as they were before a call: the CPU's and those of its arguments' devices."""
+
+    __slots__ = ("_cpu", "_devices", "_kind", "_states")
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self._cpu = torch.get_rng_state()
+        tensors = (a for a in arguments if isinstance(a, torch.Tensor) and not a.is_cpu)
+        self._kind = next((tensor.device.type for tensor in tensors), None)
+        self._devices: list[int] = []
+        self._states: list[torch.Tensor] = []
+        if self._kind not in (None, "meta"):
+            self._devices, self._states = torch_checkpoint.get_device_states(*arguments)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Put them back, and afterwards to where they are now."""
+        kind = self._kind or "cuda"
+        with torch.random.fork_rng(devices=self._devices, device_type=kind):
+            torch.set_rng_state(self._cpu)
+            if self._devices:
+                torch_checkpoint.set_device_states(self._devices, self._states, device_type=kind)
+            yield

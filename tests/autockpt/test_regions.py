@@ -1,0 +1,189 @@
+"""How regions run: when backward asks, as often as it asks, and no longer held than wanted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_early_stop
+
+from autockpt.regions import checkpointed as regions
+from autockpt.regions import surroundings
+from autockpt.rewrite import names
+from solvers.plan import Plan
+from tests.autockpt.plans import captured
+from tests.helpers import assert_same_bits, count_calls, equal
+
+
+class Asking(torch.autograd.Function):
+    """Asks for what it saved one by one, as much code does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]
+
+
+class Net(nn.Module):
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self._product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = self._product(torch.sigmoid(x), torch.exp(x))
+        return torch.tanh(self.second(x))
+
+
+def recorded(net: nn.Module):
+    torch.manual_seed(0)
+    return captured(net, (torch.randn(4, 8),), {}, lambda y: y.square().sum())
+
+
+def in_one_region(real):
+    last = max(i for i, op in enumerate(real.problem.ops) if op.target.endswith("tanh"))
+    return real.emitted(Plan.flat([(0, last + 1)]))
+
+
+@pytest.fixture
+def real():
+    return recorded(Net())
+
+
+@pytest.fixture
+def emitted(real):
+    return in_one_region(real)
+
+
+def test_saved_tensors_may_be_asked_for_more_than_once():
+    """Of torch's own function that is an error."""
+    real = recorded(Net(Asking.apply))
+    assert_same_bits(real.step(), real.step(in_one_region(real)))
+
+
+@pytest.mark.parametrize("saving", ["as torch does now", "as it did before 2.13"])
+def test_arguments_are_held_as_autograd_holds_them(real, emitted, saving, monkeypatch):
+    if saving == "as it did before 2.13":
+        monkeypatch.setattr(surroundings, "_make_saved", None)
+    assert_same_bits(real.step(), real.step(emitted))
+    x = torch.randn(4, 8).requires_grad_().clone()
+    loss = emitted(x).sum()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_of_the_caller_see_the_arguments(emitted):
+    x = torch.randn(4, 8).requires_grad_().clone()
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = emitted(x).sum()
+    assert x.data_ptr() in seen
+    loss.backward()
+
+
+def linears(call: Any) -> int:
+    return sum(n for name, n in count_calls(call).items() if "addmm" in name)
+
+
+def test_every_backward_pass_runs_it_once_and_a_group_of_passes_too(real, emitted):
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def passes() -> None:
+        y = emitted(x)
+        for _ in range(2):
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+
+    assert linears(passes) == 2 + 2 * 2
+
+    def in_two_parts(group: AbstractContextManager[Any]) -> None:
+        y = emitted(x)
+        assert y.grad_fn is not None
+        before_tanh = GradientEdge(y.grad_fn.next_functions[0][0], 0)
+        with group:
+            last = torch.autograd.grad(y.sum(), before_tanh, retain_graph=True)
+            torch.autograd.grad(before_tanh, x, last, retain_graph=True)
+
+    assert linears(lambda: in_two_parts(nullcontext())) == 2 + 2 * 2
+    assert linears(lambda: in_two_parts(GraphExecGroup())) == 2 + 2
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_setting_of_torchs_function_has_torchs_function(real, emitted, early, monkeypatch):
+    def never(*_: Any) -> None:
+        raise AssertionError("not torch's")
+
+    monkeypatch.setattr(regions, "_run", never)
+    with set_checkpoint_early_stop(early):
+        found = real.step(emitted)
+    assert_same_bits(real.step(), found)
+
+
+def test_what_is_made_again_dies_with_the_last_need_of_it():
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = x.exp()
+            ctx.save_for_backward(y)
+            alive.append(weakref.ref(y.untyped_storage()))
+            return y * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (y,) = ctx.saved_tensors
+            return gradient * y
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(Watched.apply(torch.sin(self.lin(x))))
+
+    real = recorded(Two())
+    emitted = in_one_region(real)
+    alive.clear()
+    loss = emitted(*real.args).sum()
+    forward = len(alive)
+    loss.backward(retain_graph=True)
+    assert len(alive) > forward
+    assert all(reference() is None for reference in alive)
+    loss.backward()
+    assert all(reference() is None for reference in alive)
+
+
+def test_a_region_is_told_by_its_modules(real):
+    ops = [node for node in real.capture.graph.nodes if node.op == "call_function"]
+    assert names.place_of(ops[:1]).startswith("in 'first' (test_regions.py:")
+
+
+def test_gradients_of_gradients(real, emitted):
+    x = real.args[0].clone().requires_grad_()
+
+    def second(model: nn.Module) -> list[Tensor]:
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return [*torch.autograd.grad(gradient.square().sum(), [x, *model.parameters()])]
+
+    for a, b in zip(second(real.model), second(emitted), strict=True):
+        assert equal(a, b)
