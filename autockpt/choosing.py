@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autockpt.errors import BudgetError, CaptureError, InfeasibleError, NoPlanFoundError, PlanError
+from autockpt.meters import collector_off
 from autockpt.progress import progress
 from autockpt.runtime.ranks import agree
 from autockpt.settings import Settings, budget_for, margin_bytes
@@ -92,7 +93,8 @@ def _question(settings: Settings, problem: Problem, plain: Prediction, target: i
 
 def _solved(settings: Settings, problem: Problem, target: int) -> Plan:
     try:
-        with progress() as say:
+        # A search makes millions of small objects and no cycles: to look for some takes a fifth.
+        with progress() as say, collector_off():
             return solve(
                 problem, target, settings.solver, seconds=settings.solve_seconds, progress=say
             )

@@ -11,7 +11,7 @@ from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.interval_search import Segment, best_flat, search_of
 from solvers.keeping_search import with_any_kept
-from solvers.local import Deadline, fitted, improve, tidied
+from solvers.local import Deadline, exchanged, fitted, improve, tidied
 from solvers.minimum import least_peak
 from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
@@ -27,8 +27,9 @@ _DEARER = (0.5, 0.25)
 # Here another way costs next to nothing.
 _SMALL_OPS = 300
 _PROLOGUE_SHARES = (1.0, 1.02)
-_PRICES = 800
-_PRICED_OPS = 400_000
+_PRICES = 8000
+_PRICED_OPS = 4_000_000
+_FITTED_PART = 8
 _NESTING_SHARE = 0.6
 _ILP_OPS = 16
 
@@ -195,7 +196,8 @@ class _Search:
 
     def _fitted(self, regions: Regions) -> Regions | None:
         below = None if self.best is None else self.replay.price(self.best)[1]
-        return fitted(self.replay, regions, self.budget_bytes, self._prices(), below)
+        prices = self._prices() // _FITTED_PART
+        return fitted(self.replay, regions, self.budget_bytes, prices, below)
 
     def _by_program(self) -> Regions | None:
         try:
@@ -223,6 +225,9 @@ class _Search:
                 keeping=keeping,
             )
             self.best = self._better(self.best, tidied(replay, better, budget_bytes))
+        self.say("exchanges")
+        better = exchanged(replay, self.best, budget_bytes, self._prices(), self.deadline)
+        self.best = self._better(self.best, tidied(replay, better, budget_bytes))
         self.cut_short = self.cut_short or self.deadline.over()
 
     def status(self) -> Status:

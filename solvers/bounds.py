@@ -95,7 +95,11 @@ def bound(problem: Problem, budget_bytes: int) -> int:
         )
     if replay.price(())[0] <= budget_bytes:
         return 0
-    return max(_cost_at(replay, budget_bytes, instant) for instant in _instants(replay))
+    found = replay.bounds.get(budget_bytes)
+    if found is None:
+        found = max(_cost_at(replay, budget_bytes, instant) for instant in _instants(replay))
+        replay.bounds[budget_bytes] = found
+    return found
 
 
 def _instants(replay: Replay) -> list[int]:

@@ -16,6 +16,7 @@ from solvers.problem import Problem
 
 if TYPE_CHECKING:
     from solvers.plan import Region
+    from solvers.replay import Replay
 
 
 # What the kernels of one step hide beside their result: logarithms of sums, seeds, statistics.
@@ -54,6 +55,18 @@ def held_for(problem: Problem, index: int) -> tuple[int, ...]:
     shown = [problem.values[v].storage for v in op.outputs]
     own = (s for s in (*shown, *op.saved) if problem.storages[s].producer == index)
     return tuple(dict.fromkeys(own))
+
+
+def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
+    """Return ops of which a byte costs ``rate`` times what one of the whole forward does."""
+    problem, graph = replay.problem, replay.graph
+    room = replay.price(())[0] - replay.bases[0]
+
+    def is_worth(index: int) -> bool:
+        nbytes = sum(graph.nbytes[s] for s in held_for(problem, index))
+        return problem.ops[index].cost * room >= rate * nbytes * replay.forward_cost
+
+    return frozenset(index for index in replay.keepable if is_worth(index))
 
 
 def draws_again(region: Region, problem: Problem) -> bool:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from solvers.interval_search import IntervalSearch, Segment
-from solvers.keeping import held_for, keeps_in_step
+from solvers.keeping import worth_keeping
 from solvers.plan import Region
-from solvers.replay import Replay
 from solvers.replayed import Replays
 
 _REACH = 128
 # From an eighth to sixteen times what a byte of the whole forward costs.
 RATES = tuple(2.0**power for power in range(-3, 5))
-
-
-def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
-    """Return ops of which a byte costs ``rate`` times what one of the whole forward does."""
-    problem, graph = replay.problem, replay.graph
-    room = replay.price(())[0] - replay.bases[0]
-
-    def is_worth(index: int) -> bool:
-        nbytes = sum(graph.nbytes[s] for s in held_for(problem, index))
-        return problem.ops[index].cost * room >= rate * nbytes * replay.forward_cost
-
-    return frozenset(index for index in replay.keepable if is_worth(index))
 
 
 def with_any_kept(search: IntervalSearch) -> dict[int, list[Segment]]:
@@ -80,22 +70,32 @@ def _ending(
     """Yield the regions that end with an op that saves something, and hold something."""
     tables, stop = search.tables, last + 1
     found = window.ending(last, trigger, min(_REACH, tables.reach))
-    outputs_bytes = tables.outputs_bytes
-    for k in ((found.held > 0) & found.runs).nonzero()[0].tolist():
-        start = found.low + k
-        run = start, stop - start
-        if not tables.allowed[run]:
-            continue
-        kept = window.kept_from(start, last)
-        region = Region(start=start, stop=stop, kept=kept)
-        if not keeps_in_step(region, search.replay.problem):
-            continue
-        held = int(found.held[k])
-        forward = int(tables.region_forward[run]) + held
-        yield Segment(
-            start=start,
-            region=region,
-            keeps=int(tables.region_keeps[run]) + int(found.hidden[k]),
-            needs=max(forward, int(found.needs[k]) + outputs_bytes),
-            cost=int(found.costs[k]),
-        )
+    chosen = np.flatnonzero((found.held > 0) & found.runs)
+    starts = found.low + chosen
+    held_here = window.kept_until(found.low, last)
+    fine = tables.allowed[starts, stop - starts] & _in_step(search, held_here, starts, last)
+    starts, chosen = starts[fine], chosen[fine]
+    run = starts, stop - starts
+    keeps = tables.region_keeps[run] + found.hidden[chosen]
+    forward = tables.region_forward[run] + found.held[chosen]
+    needs = np.maximum(forward, found.needs[chosen] + tables.outputs_bytes)
+    first = np.searchsorted(held_here, starts)
+    kept = {k: tuple(held_here[k:].tolist()) for k in np.unique(first).tolist()}
+    columns = (starts, first, keeps, needs, found.costs[chosen])
+    for start, k, kept_bytes, needed, cost in zip(*(c.tolist() for c in columns), strict=True):
+        region = Region(start=start, stop=stop, kept=kept[k])
+        yield Segment(start=start, region=region, keeps=kept_bytes, needs=needed, cost=cost)
+
+
+def _in_step(
+    search: IntervalSearch, kept: NDArray[np.intp], starts: NDArray[np.intp], last: int
+) -> NDArray[np.bool_]:
+    """Tell which regions keep all or none of their draws, see ``keeps_in_step``."""
+    ops = search.replay.problem.ops
+    low = int(starts.min(initial=last))
+    draws = np.array([i for i in range(low, last + 1) if ops[i].random], np.intp)
+    is_kept = np.isin(draws, kept)
+    last_kept = draws[is_kept].max(initial=-1)
+    last_again = draws[~is_kept].max(initial=-1)
+    in_step: NDArray[np.bool_] = (last_kept < starts) | (last_again < starts)
+    return in_step

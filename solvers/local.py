@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Self
 
-from solvers.keeping import keeps_in_step
+from solvers.moves import changes
 from solvers.plan import Region
 from solvers.replay import Replay
 
-_STEPS = (1, 2, 3)
+# How many of the changes that nearly fit are followed.
+_FOLLOWED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,22 @@ class Deadline:
 WITHOUT_END = Deadline()
 
 
+@dataclass(slots=True)
+class _Judge:
+    """The judge, who may be asked only so often."""
+
+    replay: Replay
+    left: int
+    deadline: Deadline = WITHOUT_END
+
+    def peak(self, regions: tuple[Region, ...]) -> int:
+        self.left -= 1
+        return self.replay.price(regions)[0]
+
+    def over(self) -> bool:
+        return self.left <= 0 or self.deadline.over()
+
+
 def improve(
     replay: Replay,
     regions: tuple[Region, ...],
@@ -49,24 +65,68 @@ def improve(
 ) -> tuple[Region, ...]:
     """Return regions that fit and cost no more, after at most ``prices`` calls of the judge.
 
-    Deterministic: takes the first change that helps and goes on from where it was. Edges move,
-    regions go, meet or split, and if ``keeping`` keep an op more or less. Regions with regions
-    inside stay as they are.
+    Deterministic: takes the first of the ``changes`` that helps and goes on from where it was.
     """
+    judge = _Judge(replay, prices, deadline)
     while True:
-        for change in _changes(replay, regions, keeping=keeping):
-            if prices <= 0 or deadline.over():
+        for change in changes(replay, regions, keeping=keeping):
+            if judge.over():
                 return regions
-            prices -= 1
             # The cost is soon known: most changes fail on it.
             if change.dearer(replay, regions) >= 0:
                 continue
             changed = change.made(regions)
-            if replay.price(changed)[0] <= budget_bytes:
+            if judge.peak(changed) <= budget_bytes:
                 regions = changed
                 break
         else:
             return regions
+
+
+def exchanged(
+    replay: Replay,
+    regions: tuple[Region, ...],
+    budget_bytes: int,
+    prices: int,
+    deadline: Deadline = WITHOUT_END,
+) -> tuple[Region, ...]:
+    """Return regions that fit and cost no more, by changes that fit only with others.
+
+    A change that saves and does not fit is made, and others after it until the plan fits, as
+    long as less is spent on them than it saved. Those that miss fewest bytes for what they save
+    are tried first.
+    """
+    judge = _Judge(replay, prices, deadline)
+    while not judge.over():
+        better = _exchange(judge, regions, budget_bytes)
+        if better is None:
+            break
+        regions = better
+    return regions
+
+
+def _exchange(
+    judge: _Judge, regions: tuple[Region, ...], budget_bytes: int
+) -> tuple[Region, ...] | None:
+    replay = judge.replay
+    tried: list[tuple[float, int, tuple[Region, ...]]] = []
+    for change in changes(replay, regions, keeping=True):
+        dearer = change.dearer(replay, regions)
+        if dearer >= 0:
+            continue
+        if judge.over():
+            return None
+        changed = change.made(regions)
+        peak = judge.peak(changed)
+        if peak <= budget_bytes:
+            return changed
+        tried.append(((peak - budget_bytes) / -dearer, peak, changed))
+    below = replay.price(regions)[1]
+    for _, _, changed in sorted(tried, key=itemgetter(0, 1))[:_FOLLOWED]:
+        better = _fit(judge, changed, budget_bytes, below, keeping=True)
+        if better is not None:
+            return better
+    return None
 
 
 def fitted(
@@ -81,26 +141,44 @@ def fitted(
     Takes, time after time, the change that costs least per byte by which it brings the peak
     nearer to the budget. None as well as soon as they cost ``below`` or more.
     """
+    return _fit(_Judge(replay, prices), regions, budget_bytes, below, keeping=False)
+
+
+def _fit(
+    judge: _Judge,
+    regions: tuple[Region, ...],
+    budget_bytes: int,
+    below: int | None,
+    *,
+    keeping: bool,
+) -> tuple[Region, ...] | None:
+    replay = judge.replay
     peak, cost = replay.price(regions)
     while peak > budget_bytes:
-        if below is not None and cost >= below:
+        room = None if below is None else below - cost
+        if room is not None and room <= 0:
             return None
         best: tuple[float, int, tuple[Region, ...]] | None = None
-        changes = [(change.dearer(replay, regions), change) for change in _changes(replay, regions)]
-        prices -= len(changes)
-        for dearer, change in sorted(changes, key=itemgetter(0)):
+        ways = changes(replay, regions, keeping=keeping)
+        for dearer, change in sorted(
+            ((change.dearer(replay, regions), change) for change in ways), key=itemgetter(0)
+        ):
+            if judge.over() or (room is not None and dearer >= room):
+                break
+            if keeping and dearer < 0:
+                continue
             # No change gains more than all that is missing.
             if best is not None and max(0, dearer) > max(0.0, best[0]) * (peak - budget_bytes):
                 break
             changed = change.made(regions)
-            new_peak, _ = replay.price(changed)
+            new_peak = judge.peak(changed)
             gained = peak - max(new_peak, budget_bytes)
             if gained <= 0:
                 continue
             rate = dearer / gained
             if best is None or (rate, new_peak) < best[:2]:
                 best = rate, new_peak, changed
-        if best is None or prices <= 0:
+        if best is None or judge.over():
             return None
         regions = best[2]
         peak, cost = replay.price(regions)
@@ -172,91 +250,3 @@ def _merged(replay: Replay, regions: tuple[Region, ...], k: int) -> tuple[Region
     first, second = regions[k], regions[k + 1]
     both = Region(start=first.start, stop=second.stop, children=first.children + second.children)
     return (*regions[:k], both, *regions[k + 2 :])
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Other regions in place of ``count`` of them from the ``first`` on."""
-
-    first: int
-    count: int
-    others: tuple[Region, ...] = ()
-
-    def dearer(self, replay: Replay, regions: tuple[Region, ...]) -> int:
-        """Return by how much the recompute cost rises."""
-        gone = regions[self.first : self.first + self.count]
-        rise = sum(replay.profile(region).cost for region in self.others)
-        return rise - sum(replay.profile(region).cost for region in gone)
-
-    def made(self, regions: tuple[Region, ...]) -> tuple[Region, ...]:
-        """Return the regions after it."""
-        return (*regions[: self.first], *self.others, *regions[self.first + self.count :])
-
-
-def _changes(
-    replay: Replay, regions: tuple[Region, ...], *, keeping: bool = False
-) -> Iterator[_Change]:
-    """Yield the ways to neighbouring plans, those of the costliest regions first."""
-    order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
-    for k in order:
-        if regions[k].children:
-            continue
-        low = regions[k - 1].stop if k else 0
-        high = regions[k + 1].start if k + 1 < len(regions) else len(replay.problem.ops)
-        yield _Change(k, 1)
-        for region in _moved(replay, regions[k], low, high):
-            yield _Change(k, 1, (region,))
-            kept = tuple(i for i in regions[k].kept if region.start <= i < region.stop)
-            same = replace(region, kept=kept)
-            if keeping and kept and keeps_in_step(same, replay.problem):
-                yield _Change(k, 1, (same,))
-        if keeping:
-            yield from (_Change(k, 1, (region,)) for region in _keeping(replay, regions[k]))
-        yield from _joints(replay, regions, k)
-
-
-def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Region]:
-    for step in (*_STEPS, *(-step for step in _STEPS)):
-        start, stop = region.start + step, region.stop + step
-        if low <= start < region.stop and _allowed(replay, start, region.stop):
-            yield Region(start=start, stop=region.stop)
-        if region.start < stop <= high and _allowed(replay, region.start, stop):
-            yield Region(start=region.start, stop=stop)
-
-
-def _keeping(replay: Replay, region: Region) -> Iterator[Region]:
-    """Yield the region with one op more that it keeps, or one less."""
-    if region.children:
-        return
-    inside = range(region.start, region.stop)
-    # All of them or none, see ``keeps_in_step``.
-    draws = {i for i in inside if replay.problem.ops[i].random}
-    for together in (draws, *({i} for i in inside if i not in draws)):
-        if together and together <= replay.keepable:
-            kept = set(region.kept) ^ together
-            yield replace(region, kept=tuple(sorted(kept)))
-
-
-def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[_Change]:
-    """Yield moves of the joint of two touching regions, and splits of a region in two."""
-    region, after = regions[k], regions[k + 1 :]
-    if after and after[0].start == region.stop and not after[0].children:
-        for step in (*_STEPS, *(-step for step in _STEPS)):
-            joint = region.stop + step
-            if region.start < joint < after[0].stop and replay.problem.boundaries[joint]:
-                left = Region(start=region.start, stop=joint)
-                yield _Change(k, 2, (left, Region(start=joint, stop=after[0].stop)))
-    packing = [
-        i + 1
-        for i in range(region.start, region.stop - 1)
-        if replay.graph.packs[i] and replay.problem.boundaries[i + 1]
-    ]
-    for joint in packing:
-        left = Region(start=region.start, stop=joint)
-        yield _Change(k, 1, (left, Region(start=joint, stop=region.stop)))
-
-
-def _allowed(replay: Replay, start: int, stop: int) -> bool:
-    problem = replay.problem
-    edges = problem.boundaries[start] and problem.boundaries[stop]
-    return edges and not any(op.pinned for op in problem.ops[start:stop])

@@ -44,6 +44,10 @@ class Replay:
         self.outputs = np.array(graph.outputs, np.intp)
         self.workspace = np.array([op.forward_workspace_bytes for op in problem.ops], np.int64)
         self.dropped = np.array([op.workspace_in_region_bytes for op in problem.ops], np.int64)
+        # Of either mode, for the peak of both.
+        self.highest = tuple(np.maximum(*of) for of in (self.before, self.instant, self.after))
+        # What no backward wants and yet is saved in forward.
+        self._dead = [i for i in range(graph.size) if graph.release[i] is None and graph.packs[i]]
         self.plain_forward = self._forward_levels()
         self._pairs = self._saved_pairs()
         # Filled by those who search: what they found out about this problem is found once.
@@ -52,6 +56,8 @@ class Replay:
         self.least: tuple[Region, ...] | None = None
         self.least_flat: tuple[Region, ...] | None = None
         self.steady: Problem | None = None
+        self.worth: list[frozenset[int]] | None = None
+        self.bounds: dict[int, int] = {}
         self.keepable = keepable_ops(problem)
 
     def _forward_levels(self) -> Levels:
@@ -240,8 +246,8 @@ class Replay:
             if p.frame.children:
                 for s, end in stretched(p.frame.children).items():
                     ends[s] = max(end, ends.get(s, -1))
-        for i, release in enumerate(graph.release):
-            if release is None and graph.packs[i] and outside[i]:
+        for i in self._dead:
+            if outside[i]:
                 for s in graph.saved[i]:
                     ends[s] = max(graph.graph_end[i], ends.get(s, -1))
         for s, end in ends.items():

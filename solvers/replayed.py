@@ -110,11 +110,11 @@ class Replays:
             costs=_from(costs) + self.replay.problem.region_cost,
         )
 
-    def kept_from(self, start: int, last: int) -> tuple[int, ...]:
-        """Return what the region from ``start`` that ends with ``last`` holds."""
-        rows = slice(start - self.low, last + 1 - self.low)
+    def kept_until(self, low: int, last: int) -> NDArray[np.intp]:
+        """Return what regions that end with ``last`` hold, rising: each what lies in it."""
+        rows = slice(low - self.low, last + 1 - self.low)
         keeps = self.needed[rows, last - self.low] & self.kept[rows]
-        return tuple(start + int(k) for k in keeps.nonzero()[0])
+        return low + np.flatnonzero(keeps)
 
     def _levels(self, first: int, t: int, again: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return ``[i, u]``: bytes made by a replay from ``i`` that are alive at op ``u``."""

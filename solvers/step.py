@@ -60,9 +60,9 @@ class Step:
         """Return the highest level of all, fixed bytes included."""
         judge = self.judge
         top = int(self.forward.max(initial=0)) + max(judge.bases)
-        for mode in (0, 1):
-            for levels in self.backward(mode):
-                top = max(top, int(levels.max(initial=0)))
+        levels = (self.replay, self.instant, self.after)
+        for level, gradients in zip(levels, judge.highest, strict=True):
+            top = max(top, int((level + gradients).max(initial=0)))
         return top
 
     def backward(self, mode: int) -> tuple[Levels, Levels, Levels]:

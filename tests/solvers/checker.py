@@ -165,6 +165,12 @@ class Runtime:
         if op.packs or op.saved:
             buffers = {env[v].storage_id: env[v].buffer for v in op.inputs if v in env}
             self.pack(Node(i, None, None, []), op, buffers, self.hooks[-1])
+        makes = any(storage.producer == i for storage in self.problem.storages)
+        kept = i in self.hooks[-1].frame.region.kept
+        if not (makes or kept) and all(v in env for v in op.inputs):
+            # To look at what is there costs nothing: views are taken all the same, and may be
+            # held to the region's end.
+            self.bind(op, env, None, {env[v].storage_id: env[v].buffer for v in op.inputs})
 
     def run_op(self, i, env, *, grad=True):
         op, problem = self.problem.ops[i], self.problem

@@ -8,8 +8,8 @@ import pytest
 
 from solvers import PlanError, simulate, solve
 from solvers.interval_search import needs_of, search_of
-from solvers.keeping import held_for
-from solvers.keeping_search import with_kept, worth_keeping
+from solvers.keeping import held_for, worth_keeping
+from solvers.keeping_search import with_kept
 from solvers.plan import Plan, Region
 from solvers.replay import replay_of
 from tests.solvers.checker import check

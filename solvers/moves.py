@@ -1,0 +1,149 @@
+"""Ways from a plan to its neighbours: what local search tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from solvers.keeping import keeps_in_step, worth_keeping
+from solvers.plan import Region
+from solvers.replay import Replay
+
+_STEPS = (1, 2, 3)
+# What a region keeps of what it takes in: as much as pays at these rates.
+_RATES = (0.125, 1.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other regions in place of ``count`` of them from the ``first`` on."""
+
+    first: int
+    count: int
+    others: tuple[Region, ...] = ()
+
+    def dearer(self, replay: Replay, regions: tuple[Region, ...]) -> int:
+        """Return by how much the recompute cost rises."""
+        gone = regions[self.first : self.first + self.count]
+        rise = sum(replay.profile(region).cost for region in self.others)
+        return rise - sum(replay.profile(region).cost for region in gone)
+
+    def made(self, regions: tuple[Region, ...]) -> tuple[Region, ...]:
+        """Return the regions after it."""
+        return (*regions[: self.first], *self.others, *regions[self.first + self.count :])
+
+
+def changes(
+    replay: Replay, regions: tuple[Region, ...], *, keeping: bool = False
+) -> Iterator[Change]:
+    """Yield the ways to neighbouring plans, those of the costliest regions first.
+
+    Edges move, regions go, meet or split; if ``keeping``, they also grow over what lies between
+    them, and keep an op more or less. Regions with regions inside stay as they are.
+    """
+    order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
+    for k in order:
+        if regions[k].children:
+            continue
+        low = regions[k - 1].stop if k else 0
+        high = regions[k + 1].start if k + 1 < len(regions) else len(replay.problem.ops)
+        yield Change(k, 1)
+        for region in _moved(replay, regions[k], low, high):
+            yield Change(k, 1, (region,))
+            kept = tuple(i for i in regions[k].kept if region.start <= i < region.stop)
+            same = replace(region, kept=kept)
+            if keeping and kept and keeps_in_step(same, replay.problem):
+                yield Change(k, 1, (same,))
+        if keeping:
+            yield from (Change(k, 1, (region,)) for region in _keeping(replay, regions[k]))
+            yield from _grown(replay, regions, k, low, high)
+        yield from _joints(replay, regions, k)
+
+
+def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Region]:
+    for step in (*_STEPS, *(-step for step in _STEPS)):
+        start, stop = region.start + step, region.stop + step
+        if low <= start < region.stop and _allowed(replay, start, region.stop):
+            yield Region(start=start, stop=region.stop)
+        if region.start < stop <= high and _allowed(replay, region.start, stop):
+            yield Region(start=region.start, stop=stop)
+
+
+def _keeping(replay: Replay, region: Region) -> Iterator[Region]:
+    """Yield the region with one op more that it keeps, or one less."""
+    if region.children:
+        return
+    inside = range(region.start, region.stop)
+    # All of them or none, see ``keeps_in_step``.
+    draws = {i for i in inside if replay.problem.ops[i].random}
+    for together in (draws, *({i} for i in inside if i not in draws)):
+        if together and together <= replay.keepable:
+            kept = set(region.kept) ^ together
+            yield replace(region, kept=tuple(sorted(kept)))
+
+
+def _grown(
+    replay: Replay, regions: tuple[Region, ...], k: int, low: int, high: int
+) -> Iterator[Change]:
+    """Yield regions that take in all up to their neighbours, or the next one with it.
+
+    They keep what they kept, and of the rest what is worth it at one of several rates.
+    """
+    region, after = regions[k], regions[k + 1 : k + 2]
+    start = next(i for i in range(low, region.start + 1) if _allowed(replay, i, region.start))
+    stop = next(i for i in range(high, region.stop - 1, -1) if _allowed(replay, region.stop, i))
+    wider = [
+        Change(k, 1, (Region(start=start, stop=region.stop, kept=region.kept),)),
+        Change(k, 1, (Region(start=region.start, stop=stop, kept=region.kept),)),
+        Change(k, 1, (Region(start=start, stop=stop, kept=region.kept),)),
+    ]
+    if after and not after[0].children and _allowed(replay, region.stop, after[0].start):
+        kept = region.kept + after[0].kept
+        both = Region(start=region.start, stop=after[0].stop, kept=kept)
+        wider.append(Change(k, 2, (both,)))
+    for change in wider:
+        (whole,) = change.others
+        taken = regions[k : k + change.count]
+        if (whole.start, whole.stop) == (region.start, region.stop):
+            continue
+        new = [
+            i
+            for i in range(whole.start, whole.stop)
+            if not any(old.start <= i < old.stop for old in taken)
+        ]
+        for worth in dict.fromkeys((frozenset(), *_worth(replay))):
+            kept = tuple(sorted({*whole.kept, *worth.intersection(new)}))
+            grown = replace(whole, kept=kept)
+            if keeps_in_step(grown, replay.problem):
+                yield replace(change, others=(grown,))
+
+
+def _worth(replay: Replay) -> list[frozenset[int]]:
+    if replay.worth is None:
+        replay.worth = [worth_keeping(replay, rate) for rate in _RATES]
+    return replay.worth
+
+
+def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[Change]:
+    """Yield moves of the joint of two touching regions, and splits of a region in two."""
+    region, after = regions[k], regions[k + 1 :]
+    if after and after[0].start == region.stop and not after[0].children:
+        for step in (*_STEPS, *(-step for step in _STEPS)):
+            joint = region.stop + step
+            if region.start < joint < after[0].stop and replay.problem.boundaries[joint]:
+                left = Region(start=region.start, stop=joint)
+                yield Change(k, 2, (left, Region(start=joint, stop=after[0].stop)))
+    packing = [
+        i + 1
+        for i in range(region.start, region.stop - 1)
+        if replay.graph.packs[i] and replay.problem.boundaries[i + 1]
+    ]
+    for joint in packing:
+        left = Region(start=region.start, stop=joint)
+        yield Change(k, 1, (left, Region(start=joint, stop=region.stop)))
+
+
+def _allowed(replay: Replay, start: int, stop: int) -> bool:
+    problem = replay.problem
+    edges = problem.boundaries[start] and problem.boundaries[stop]
+    return edges and not any(op.pinned for op in problem.ops[start:stop])
