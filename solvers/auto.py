@@ -22,11 +22,10 @@ from solvers.replay import Replay, replay_of
 
 Regions = tuple[Region, ...]
 
-_ASKED_SHARE = 1.02
 _DEARER = (0.5, 0.25)
 # Here another way costs next to nothing.
 _SMALL_OPS = 300
-_PROLOGUE_SHARES = (1.0, 1.02)
+_ASKED_MORE = 0.02
 _PRICES = 8000
 _PRICED_OPS = 4_000_000
 _FITTED_PART = 8
@@ -163,19 +162,10 @@ class _Search:
         room = budget_bytes - max(replay.bases)
         if search_of(replay).is_coarse:
             yield (best_flat(replay, budget_bytes, dearer=dearer) for dearer in _DEARER)
-        else:
-            yield self._let_go(room)
         yield self._with_prologues(room)
         if replay.graph.size <= _ILP_OPS:
             self.say("flat regions by integer programming")
             yield iter([self._by_program()])
-
-    def _let_go(self, room: int) -> Iterator[Regions | None]:
-        """Yield flat regions for more than there is, as tables count too much, made to fit."""
-        replay, budget_bytes = self.replay, self.budget_bytes
-        regions = search_of(replay).run(budget_bytes + int((_ASKED_SHARE - 1) * room))
-        if regions is not None:
-            yield self._fitted(regions)
 
     def _with_prologues(self, room: int) -> Iterator[Regions | None]:
         """Yield flat regions some of which make inputs again rather than hold them."""
@@ -187,12 +177,11 @@ class _Search:
         if search.is_coarse:
             yield best_flat(replay, self.budget_bytes, kept, dearer=0.5)
             return
-        for offered in (apart, kept):
-            for share in _PROLOGUE_SHARES if offered else ():
-                regions = search.run(self.budget_bytes + int((share - 1) * room), offered)
-                if regions is not None:
-                    regions = without_vain_prologues(replay.problem, regions)
-                    yield self._fitted(regions)
+        # Tables count too much: what they find for more than there is can be made to fit.
+        for offered, asked in ((apart, 0.0), (kept, 0.0), (kept, _ASKED_MORE)):
+            regions = search.run(self.budget_bytes + int(asked * room), offered)
+            if regions is not None:
+                yield self._fitted(without_vain_prologues(replay.problem, regions))
 
     def _fitted(self, regions: Regions) -> Regions | None:
         below = None if self.best is None else self.replay.price(self.best)[1]
