@@ -119,8 +119,10 @@ class _Call:
         self._inputs = Inputs(arguments)
         self._keeper = next((a for a in arguments if isinstance(a, Keeper)), None)
         self._unchanged = Unchanged(facts, module)
-        self._ambient = Ambient(arguments)
-        self._random = Random(arguments) if draws else None
+        # A region may have no argument on the device that it works on, only weights.
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)] + self._unchanged.tensors
+        self._ambient = Ambient(tensors)
+        self._random = Random(tensors) if draws else None
         self._tickets: list[weakref.ref[_Ticket]] = []
         self._forms: list[_Form] = []
         self._ran: set[object] = set()
@@ -152,7 +154,7 @@ class _Call:
         arguments = self._inputs.unpacked()
         random = contextlib.nullcontext() if self._random is None else self._random.again()
         try:
-            with random, self._ambient.again(arguments), self._unchanged, torch.enable_grad():
+            with random, self._ambient.again(), self._unchanged, torch.enable_grad():
                 self._run_again(replay, arguments)
         except RecomputationError:
             raise

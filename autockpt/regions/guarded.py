@@ -97,6 +97,11 @@ class Unchanged:
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Give what the region reads on the module."""
+        return [tensor for tensor, _, _ in self._then]
+
+    @property
     def region(self) -> str:
         """Name the region, as a sentence begins."""
         return f"Region {self._facts.name}, {self._facts.place}"

@@ -65,23 +65,36 @@ _A_TENSOR = object()
 
 
 class Ambient:
-    """Autocast and the default device around a call."""
+    """Autocast, for the devices of some tensors and the CPU, and the default device."""
 
-    __slots__ = ("_autocasts", "_device")
+    __slots__ = ("_autocasts", "_device", "_kinds")
 
-    def __init__(self, arguments: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kinds = dict.fromkeys(t.device.type for t in tensors if not t.is_cpu)
         # None stands for what is nearly always so: there is none.
-        self._autocasts = _autocasts(arguments) if torch._C._is_any_autocast_enabled() else None
+        self._autocasts = self._now() if torch._C._is_any_autocast_enabled() else None
         self._device: Any = None
         if torch._C._len_torch_function_stack():
             modes = reversed(_get_current_function_mode_stack())
             self._device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
-    def again(self, arguments: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Bring it back around a call with these arguments."""
+    def _now(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "device_type": kind,
+                "enabled": torch.is_autocast_enabled(kind),
+                "dtype": torch.get_autocast_dtype(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in [*self._kinds, "cpu"]
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Bring it back."""
         autocasts = self._autocasts
         if autocasts is None and torch._C._is_any_autocast_enabled():
-            autocasts = [{**now, "enabled": False} for now in _autocasts(arguments)]
+            autocasts = [{**now, "enabled": False} for now in self._now()]
         if autocasts is None and self._device is None:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -92,35 +105,20 @@ class Ambient:
         return stack
 
 
-def _autocasts(arguments: Sequence[Any]) -> list[dict[str, Any]]:
-    """Give the state of autocast for the devices of the arguments, and for the CPU."""
-    kinds = dict.fromkeys(a.device.type for a in arguments if isinstance(a, torch.Tensor))
-    kinds.pop("cpu", None)
-    return [
-        {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for kind in [*kinds, "cpu"]
-        if torch.amp.is_autocast_available(kind)
-    ]
-
-
 class Random:
-    """The generators as they were before a call: the CPU's and those of its arguments' devices."""
+    """The generators of the CPU and of the devices of some tensors, as they are."""
 
     __slots__ = ("_cpu", "_devices", "_kind", "_states")
 
-    def __init__(self, arguments: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._cpu = torch.get_rng_state()
-        tensors = (a for a in arguments if isinstance(a, torch.Tensor) and not a.is_cpu)
-        self._kind = next((tensor.device.type for tensor in tensors), None)
+        # One for each device.
+        there = {t.device: t for t in tensors if not (t.is_cpu or t.is_meta)}
+        self._kind = next((device.type for device in there), None)
         self._devices: list[int] = []
         self._states: list[torch.Tensor] = []
-        if self._kind not in (None, "meta"):
-            self._devices, self._states = torch_checkpoint.get_device_states(*arguments)
+        if there:
+            self._devices, self._states = torch_checkpoint.get_device_states(*there.values())
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
