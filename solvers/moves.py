@@ -144,6 +144,5 @@ def _joints(replay: Replay, regions: tuple[Region, ...], k: int) -> Iterator[Cha
 
 
 def _allowed(replay: Replay, start: int, stop: int) -> bool:
-    problem = replay.problem
-    edges = problem.boundaries[start] and problem.boundaries[stop]
-    return edges and not any(op.pinned for op in problem.ops[start:stop])
+    boundaries, pinned = replay.problem.boundaries, replay.pinned_before
+    return boundaries[start] and boundaries[stop] and pinned[start] == pinned[stop]

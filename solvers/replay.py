@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 
 import numpy as np
@@ -48,6 +49,7 @@ class Replay:
         self.highest = tuple(np.maximum(*of) for of in (self.before, self.instant, self.after))
         # What no backward wants and yet is saved in forward.
         self._dead = [i for i in range(graph.size) if graph.release[i] is None and graph.packs[i]]
+        self.pinned_before = (0, *itertools.accumulate(int(op.pinned) for op in problem.ops))
         self.plain_forward = self._forward_levels()
         self._pairs = self._saved_pairs()
         # Filled by those who search: what they found out about this problem is found once.
