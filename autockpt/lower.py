@@ -264,6 +264,8 @@ def _stays_outside(node: fx.Node, facts: OpFacts) -> bool:
         node.target is expect
         or bool(facts.context)
         or facts.packs_unfilled
+        # Each time but the first the whole region would run again.
+        or facts.asks_again
         or bool(node.meta.get("pinned"))
         or node.meta.get("stage") == "loss"
     )

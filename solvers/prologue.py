@@ -7,10 +7,12 @@ it first: as if that op belonged to two regions.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from solvers.errors import PlanError
+from solvers.graph import defining_ops
 from solvers.problem import Problem
 
 if TYPE_CHECKING:
@@ -56,20 +58,27 @@ def check_prologues(regions: Sequence[Region], problem: Problem) -> None:
 
 
 def reads_inside_others(
-    regions: Sequence[Region], problem: Problem
+    regions: Sequence[Region],
+    problem: Problem,
+    definers: Sequence[int] | None = None,
+    last: Sequence[int] | None = None,
 ) -> Iterator[tuple[Region, Region]]:
-    """Yield regions whose prologue reads what lives inside another region only, and that one."""
-    around = {i: region for region in regions for i in range(region.start, region.stop)}
-    definers = {v: i for i, op in enumerate(problem.ops) for v in op.outputs}
-    last = last_reads(problem)
+    """Yield regions whose prologue reads what lives inside another region only, and that one.
+
+    ``definers`` and ``last`` are those of ``defining_ops`` and ``last_reads``, where they are
+    at hand.
+    """
+    definers = defining_ops(problem) if definers is None else definers
+    last = last_reads(problem) if last is None else last
+    starts = [region.start for region in regions]
     for region in regions:
         for index in region.prologue:
             for value in problem.ops[index].inputs:
-                definer = definers.get(value, -1)
-                other = around.get(definer)
-                if definer in region.prologue or other is None:
+                definer = definers[value]
+                if definer < 0 or definer in region.prologue:
                     continue
-                if last[value] < other.stop:
+                other = regions[bisect.bisect_right(starts, definer) - 1]
+                if other.start <= definer < other.stop and last[value] < other.stop:
                     yield region, other
 
 

@@ -15,7 +15,10 @@ from solvers.keeping import keepable_ops
 from solvers.plan import Region
 from solvers.prediction import Prediction
 from solvers.problem import Problem
+from solvers.prologue import reads_inside_others
 from solvers.step import NOTHING, Levels, Profile, Step
+
+NEVER_FITS = 1 << 60
 
 
 class Replay:
@@ -134,7 +137,16 @@ class Replay:
         )
 
     def price(self, regions: tuple[Region, ...]) -> tuple[int, int]:
-        """Return the peak, fixed bytes included, and the recompute cost; the fast way."""
+        """Return the peak, fixed bytes included, and the recompute cost; the fast way.
+
+        Regions next to a prologue that reads what lives in them only never fit.
+        """
+        if any(region.prologue for region in regions) and any(
+            reads_inside_others(
+                regions, self.problem, self.frames.idling.definers, self.frames.read_last
+            )
+        ):
+            return NEVER_FITS, 0
         step = self.add_up(regions)
         return step.peak(), sum(profile.cost for profile in step.profiles)
 

@@ -79,6 +79,7 @@ class OpFacts:
     backward_flops: int = 0
     random: bool = False
     context: tuple[Ref, ...] = ()
+    asks_again: bool = False
     packs_unfilled: bool = False
 
 

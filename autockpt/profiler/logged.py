@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.profiler.aten_log import AtenLog, Tally
 from autockpt.profiler.facts import ArgumentGradient, OpFacts, Ref, Result
-from autockpt.profiler.subject import Subject, as_it_is, differentiate, rest, results_of
+from autockpt.profiler.subject import Subject, differentiate, rest, results_of
 from autockpt.profiler.tensors import is_dense, storage_bytes, storage_of, tensors_in
 
 
@@ -33,17 +33,24 @@ def logged_run(subject: Subject) -> Logged:
     packed: list[torch.Tensor] = []
     given = {storage_of(leaf) for leaf in leaves}
     at_stop = Tally()
+    asked: list[int] = []
     with AtenLog() as log:
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
             nonlocal at_stop
             packed.append(tensor)
             at_stop = log.tally.copy()
             if tensor.layout is torch.strided and storage_of(tensor) not in given:
                 log.packed.append(tensor)
-            return tensor.detach()
+            asked.append(0)
+            return len(asked) - 1, tensor.detach()
 
-        with saved_tensors_hooks(pack, as_it_is):
+        def unpack(saved: tuple[int, torch.Tensor]) -> torch.Tensor:
+            number, tensor = saved
+            asked[number] += 1
+            return tensor
+
+        with saved_tensors_hooks(pack, unpack):
             out = subject.call(*args, **kwargs)
     results, returned = results_of(subject, leaves, out)
     cached = _cached_casts(subject, leaves, log)
@@ -98,7 +105,12 @@ def logged_run(subject: Subject) -> Logged:
     log.casts.clear()
     torch.clear_autocast_cache()
     fresh, gradients, flops = _logged_backward(subject, results, differentiable, edges)
-    facts = replace(facts, fresh_gradient_bytes=fresh, gradients=gradients)
+    facts = replace(
+        facts,
+        fresh_gradient_bytes=fresh,
+        gradients=gradients,
+        asks_again=max(asked, default=0) > 1,
+    )
     return Logged(facts, forward, at_stop, output_bytes, flops, differentiable)
 
 

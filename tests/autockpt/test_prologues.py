@@ -133,3 +133,30 @@ def test_the_report_counts_what_runs_first(real):
     report = make_report(real.problem, plan, found, plain, budget=Budget(peak_bytes=1, text="50%"))
     assert sum(row.recompute_cost for row in report.regions) == found.recompute_cost
     assert all(row.source.startswith("test_prologues.py:") for row in report.regions)
+
+
+class Spectral(nn.Module):
+    """Conjugates that are cheap to make again, next to regions that make what they read."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.lin = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+        self.w = nn.ParameterList(
+            nn.Parameter(torch.randn(17, dtype=torch.cfloat)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for lin, w in zip(self.lin, self.w, strict=True):
+            f = torch.fft.rfft(lin(x))
+            f = f * w * f.conj().exp()
+            x = x + torch.fft.irfft(f, n=x.shape[-1]).tanh()
+        return x
+
+
+@pytest.mark.parametrize("budget", ["80%", "75%", "70%"])
+def test_no_search_moves_a_region_over_what_a_prologue_reads(budget):
+    torch.manual_seed(0)
+    found = autockpt.optimize(
+        Spectral(4), (torch.randn(4, 48, 32),), memory_budget=budget, cost="roofline"
+    )
+    assert found.autockpt.plan.regions

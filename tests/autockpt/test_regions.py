@@ -187,3 +187,10 @@ def test_gradients_of_gradients(real, emitted):
 
     for a, b in zip(second(real.model), second(emitted), strict=True):
         assert equal(a, b)
+
+
+def test_who_asks_more_than_once_stays_outside_regions():
+    """Each time but the first a region would run again for one tensor."""
+    asking, once = recorded(Net(Asking.apply)), recorded(Net())
+    assert [op.pinned for op in asking.problem.ops if op.target.endswith("apply")] == [True]
+    assert not any(op.pinned for op in once.problem.ops[:-2])
