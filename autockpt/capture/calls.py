@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from autockpt.capture.stream import leaves
 
@@ -55,12 +54,13 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def writes_statistics(
-    name: str, args: Sequence[Any], used: Sequence[tuple[torch.Tensor, fx.Node]]
-) -> bool:
-    """Whether a call on meta tensors, where nothing can be compared, writes statistics."""
-    on_meta = any(tensor.is_meta for tensor, _ in used)
-    return on_meta and name in STATISTICS and args[5:6] == (True,)
+def writes_statistics(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call writes running statistics, even where they come out as they were.
+
+    On meta tensors there is nothing to compare; and of a batch that has been seen before the
+    statistics may be what they are.
+    """
+    return name in STATISTICS and len(args) > 5 and args[5] is True
 
 
 def may_write(name: str, kwargs: Mapping[str, Any]) -> bool:

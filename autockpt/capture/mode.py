@@ -212,7 +212,7 @@ class Recorder(TorchFunctionMode):
             for (tensor, node), (number, copy) in zip(used, before, strict=True)
             if version(tensor) != number or (copy is not None and not identical(tensor, copy))
         ]
-        if writes_statistics(target.name, args, used):
+        if writes_statistics(target.name, args):
             written += [node for _, node in used[1:] if node.meta.get("kind") == "buffer"]
         node = self._emit(target, graph_args, graph_kwargs)
         node.meta["writes"] = tuple(dict.fromkeys(written))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autockpt
 from autockpt.capture import record
 from autockpt.lower import lower
 from autockpt.profiler import profile
@@ -14,6 +17,7 @@ from autockpt.step import measure
 from solvers.holding import alive_at_peak
 from solvers.plan import Plan, Region
 from solvers.simulate import simulate
+from tests.helpers import equal
 from tests.test_judge import Emitted
 
 ROWS, WIDTH = 32, 64
@@ -54,3 +58,23 @@ def test_the_copies_are_foreseen_to_the_byte(regions: tuple[Region, ...]) -> Non
     holding = alive_at_peak(problem, plan)
     parts = sum(held.nbytes for held in holding.held) + holding.fixed_bytes
     assert parts + holding.gradient_bytes + holding.workspace_bytes == predicted.peak_bytes
+
+
+def test_statistics_that_come_out_as_they_were_are_written_all_the_same() -> None:
+    """With a momentum of 1 the statistics of the batch that was seen last are what they are."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(WIDTH, momentum=1.0) for _ in range(4)]
+    plain = nn.Sequential(
+        *[layer for norm in norms for layer in (nn.Linear(WIDTH, WIDTH), norm, nn.Tanh())]
+    ).train()
+    x = torch.randn(ROWS, WIDTH)
+    plain(x)
+    planned = autockpt.optimize(
+        copy.deepcopy(plain), (x,), memory_budget="70%", cost="roofline", loss=_loss
+    )
+    assert "statistic(" in planned.autockpt.code
+    for model in (plain, planned):
+        for shift in range(3):
+            _loss(model(x + shift)).backward()
+    for a, b in zip(plain.buffers(), planned.buffers(), strict=True):
+        assert equal(a, b)
