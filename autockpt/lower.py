@@ -7,6 +7,7 @@ a plan are positions in the graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -81,6 +82,7 @@ class _Table:
     storages: list[Storage] = field(default_factory=list)
     value_of: dict[fx.Node, int] = field(default_factory=dict)
     results_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    makers: dict[int, fx.Node] = field(default_factory=dict)
     external_values: dict[int, int] = field(default_factory=dict)
     external_storages: dict[int, int] = field(default_factory=dict)
     forward_held: list[int] = field(default_factory=list)
@@ -121,13 +123,19 @@ class _Table:
                 self.ops.append(bare)
             return
         arguments = tuple(dict.fromkeys(self._arguments(node)))
-        results, hidden = self._allocate(index, facts, arguments)
+        results, hidden = self._allocate(index, node, facts, arguments)
         self.results_of[node] = results
         returned = [r for r, fact in zip(results, facts.results, strict=True) if fact.returned]
         if len(returned) == 1:
             self.value_of[node] = returned[0]
         self._renew(node, results, facts, arguments)
         outputs = tuple(r for r in dict.fromkeys(results) if r not in arguments)
+        gradients = _gradients(facts, arguments, results, outputs)
+        for written, before, after in self._renew_bases(results, facts, arguments):
+            arguments, outputs = (*arguments, before), (*outputs, after)
+            gradients = tuple(
+                replace(g, value=before) if g.value == written else g for g in gradients
+            )
         saved = (self._storage(ref, arguments, results, hidden) for ref in facts.saved)
         # The loss holds all nodes to the end of backward, and these what their contexts have.
         context = {self._storage(ref, arguments, results, hidden) for ref in facts.context}
@@ -153,7 +161,7 @@ class _Table:
                 early_backward_alone_bytes=facts.early_backward_alone_bytes,
                 stop_peak_bytes=facts.stop_peak_bytes,
                 gradient_bytes=facts.fresh_gradient_bytes,
-                gradients=_gradients(facts, arguments, results, outputs),
+                gradients=gradients,
                 cost=facts.cost,
                 stop_cost=facts.stop_cost,
                 backward_cost=facts.backward_cost,
@@ -176,6 +184,26 @@ class _Table:
                 if self.value_of[argument] == arguments[fact.written]:
                     self.value_of[argument] = result
 
+    def _renew_bases(
+        self, results: tuple[int, ...], facts: OpFacts, arguments: tuple[int, ...]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Give a tensor a new value whose view was written: that value, and those of the tensor.
+
+        Its gradient goes through the write from then on, and not through the view.
+        """
+        for fact in facts.results:
+            if fact.written is None:
+                continue
+            written = arguments[fact.written]
+            maker = self.makers.get(self.values[written].storage)
+            before = None if maker is None else self.value_of.get(maker)
+            if before is None or before == written or before in results:
+                continue
+            after = len(self.values)
+            self.values.append(self.values[before])
+            self.value_of.update((n, after) for n, v in self.value_of.items() if v == before)
+            yield written, before, after
+
     def _arguments(self, node: fx.Node) -> list[int]:
         found: list[int] = []
 
@@ -188,7 +216,7 @@ class _Table:
         return found
 
     def _allocate(
-        self, index: int, facts: OpFacts, arguments: tuple[int, ...]
+        self, index: int, node: fx.Node, facts: OpFacts, arguments: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         results: list[int] = []
         for number, result in enumerate(facts.results):
@@ -199,6 +227,7 @@ class _Table:
             if result.storage == ("result", number):
                 storage = len(self.storages)
                 self.storages.append(Storage(nbytes=result.storage_bytes, producer=index))
+                self.makers[storage] = node
             else:
                 storage = self._storage(result.storage, arguments, tuple(results), ())
             results.append(len(self.values))
