@@ -16,14 +16,14 @@ import torch
 from autockpt.capture.calls import version
 from autockpt.errors import RecomputationError
 from autockpt.regions.remade import rooted
+from autockpt.regions.surroundings import Layout, laid_out
 
 __all__ = ["keeper", "kept", "replays", "skipped"]
 
 _is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 _Run = Callable[[], Any]
 _Pack = Callable[[torch.Tensor], Any]
-_Layout = tuple[tuple[int, ...], int]
-_View = tuple[int, torch.Size, tuple[int, ...], int, _Layout]
+_View = tuple[int, torch.Size, tuple[int, ...], int, Layout]
 
 
 def keeper() -> Any:
@@ -140,7 +140,7 @@ class Kept:
                 pack(entry)
                 continue
             number, size, stride, offset, layout = entry
-            argument = _laid_out(arguments[number].detach(), layout)
+            argument = laid_out(arguments[number].detach(), layout)
             # Ends the recomputation where this was the last tensor.
             pack(argument.as_strided(size, stride, offset))
 
@@ -148,19 +148,6 @@ class Kept:
         """Give the result of forward, at the root of a graph of its own."""
         (result,) = rooted((self._result,), [self._requires_grad])
         return result
-
-
-def _laid_out(tensor: torch.Tensor, layout: _Layout) -> torch.Tensor:
-    """Give a tensor as it lay in forward: hooks around the step may give it back otherwise."""
-    strides, offset = layout
-    if tensor.stride() == strides and tensor.storage_offset() == offset:
-        return tensor
-    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
-    room = tensor.new_empty(max(0, offset + reach + 1) if tensor.numel() else 0)
-    # What is expanded is one element.
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
-    room.as_strided(tensor.shape, strides, offset)[once].copy_(tensor[once])
-    return room
 
 
 def _is_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:

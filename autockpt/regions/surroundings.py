@@ -12,20 +12,45 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext
 
+from autockpt.regions.remade import rooted
+
 _make_saved: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
 _SavedTensor: Any = getattr(torch._C._autograd, "SavedTensor", ())
+
+
+Layout = tuple[tuple[int, ...], int]
+"""Strides and offset of a tensor in its storage."""
+
+
+def laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Give a tensor as it lay in forward: hooks around the step may give it back otherwise."""
+    strides, offset = layout
+    if tensor.stride() == strides and tensor.storage_offset() == offset:
+        return tensor
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    room = tensor.new_empty(max(0, offset + reach + 1) if tensor.numel() else 0)
+    # What is expanded is one element.
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    found = room.as_strided(tensor.shape, strides, offset)
+    found[once].copy_(tensor[once])
+    return found
 
 
 class Inputs:
     """The arguments of a call, held as autograd holds what it saves.
 
-    A tensor that is written to since is an error, and hooks around the step see it.
+    A tensor that is written to since is an error, and hooks around the step see it. Where these
+    give it back with other strides, it is laid out as it was: another kernel may round otherwise.
     """
 
-    __slots__ = ("_held", "_saved")
+    __slots__ = ("_held", "_saved", "_strides")
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self._saved: Any = None
+        self._strides = [
+            a.stride() if isinstance(a, torch.Tensor) and a.layout is torch.strided else None
+            for a in arguments
+        ]
         if _make_saved is None:
             tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
             self._saved = _Saved.apply(  # type: ignore[no-untyped-call]
@@ -40,12 +65,18 @@ class Inputs:
 
     def unpacked(self) -> list[Any]:
         """Give the arguments."""
+        found: list[Any]
         if self._saved is None:
-            return [
-                held.unpack() if isinstance(held, _SavedTensor) else held for held in self._held
-            ]
-        tensors = iter(self._saved.grad_fn.saved_tensors)
-        return [next(tensors) if x is _A_TENSOR else x for x in self._held]
+            found = [x.unpack() if isinstance(x, _SavedTensor) else x for x in self._held]
+        else:
+            tensors = iter(self._saved.grad_fn.saved_tensors)
+            found = [next(tensors) if x is _A_TENSOR else x for x in self._held]
+        for number, strides in enumerate(self._strides):
+            if strides is not None and found[number].stride() != strides:
+                tensor = found[number]
+                laid = laid_out(tensor.detach(), (strides, 0))
+                (found[number],) = rooted((laid,), [tensor.requires_grad])
+        return found
 
 
 class _Saved(torch.autograd.Function):

@@ -194,3 +194,49 @@ def test_who_asks_more_than_once_stays_outside_regions():
     asking, once = recorded(Net(Asking.apply)), recorded(Net())
     assert [op.pinned for op in asking.problem.ops if op.target.endswith("apply")] == [True]
     assert not any(op.pinned for op in once.problem.ops[:-2])
+
+
+def test_hooks_of_the_caller_may_give_arguments_back_in_another_layout():
+    class Heads(nn.Module):
+        """What goes into the region is turned: its sums are taken along strides."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.lin(x)).view(8, 16, 4, 16).transpose(1, 2)
+            return torch.softmax(x @ x.transpose(-2, -1), -1).exp().tanh()
+
+    torch.manual_seed(0)
+    real = captured(Heads(), (torch.randn(8, 16, 64),), {}, lambda y: y.square().sum())
+    ops = [op.target.rpartition(".")[2] for op in real.problem.ops]
+    start = ops.index("transpose") + 1
+    emitted = real.emitted(Plan.flat([(start, len(ops) - 2)]))
+    seen = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.is_contiguous())
+        return tensor.detach().contiguous()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = real.loss(emitted(*real.args))
+    assert not all(seen)
+    loss.backward()
+    found = [p.grad.clone() for p in real.model.parameters()]
+    real.model.zero_grad()
+    strides = []
+    original = surroundings.laid_out
+
+    def noting(tensor: Tensor, layout: Any) -> Tensor:
+        strides.append(layout[0])
+        return original(tensor, layout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surroundings, "laid_out", noting)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = real.loss(emitted(*real.args))
+        loss.backward()
+    assert strides
+    for a, p in zip(found, real.model.parameters(), strict=True):
+        assert equal(a, p.grad)
