@@ -41,12 +41,16 @@ def demo() -> None:
     torch.manual_seed(0)
     rows = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
         for make in makers.values():
             for budget in show.BUDGETS:
                 example = make()
-                progress.update(task, description=f"{example.name} in {budget} of its activations")
+                doing = f"{example.name} in {budget} of its activations"
+                progress.update(task, description=doing)
+                if not console.is_terminal:
+                    console.print(f"{doing} ...")
                 row, _ = show.run(example, budget)
                 rows.append(row)
     out.print(show.table(rows))

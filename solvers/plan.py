@@ -1,4 +1,4 @@
-"""Plans: which runs of ops are executed under ``checkpoint``."""
+"""Plans: which runs of ops run again in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["optimal", "feasible", "time limit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A run of consecutive ops, ``start <= i < stop``, executed under ``checkpoint``.
+    """A run of consecutive ops, ``start <= i < stop``, that runs again in backward.
 
     Attributes
     ----------

@@ -27,6 +27,7 @@ from autockpt.regions.surroundings import Ambient, Inputs, Random
 __all__ = ["checkpointed"]
 
 _AUTOGRAD: Any = torch._C._autograd
+# Of a GraphExecGroup, whose backward passes share their recomputations.
 _group: Any = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 _Region = Callable[..., Any]
 _Form = tuple[torch.Size, torch.dtype, torch.device]
@@ -125,6 +126,7 @@ class _Call:
         self._random = Random(tensors) if draws else None
         self._tickets: list[weakref.ref[_Ticket]] = []
         self._forms: list[_Form] = []
+        # Backward passes for which the region has run again.
         self._ran: set[object] = set()
 
     def pack(self, tensor: torch.Tensor) -> _Ticket:
