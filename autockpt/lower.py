@@ -83,6 +83,7 @@ class _Table:
     value_of: dict[fx.Node, int] = field(default_factory=dict)
     results_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     makers: dict[int, fx.Node] = field(default_factory=dict)
+    contents: dict[int, int] = field(default_factory=dict)
     external_values: dict[int, int] = field(default_factory=dict)
     external_storages: dict[int, int] = field(default_factory=dict)
     forward_held: list[int] = field(default_factory=list)
@@ -180,9 +181,17 @@ class _Table:
         for result, fact in zip(results, facts.results, strict=True):
             if fact.written is None:
                 continue
+            if result != arguments[fact.written]:
+                self.contents[result] = arguments[fact.written]
             for argument in node.meta["writes"]:
                 if self.value_of[argument] == arguments[fact.written]:
                     self.value_of[argument] = result
+
+    def _tensor(self, value: int) -> int:
+        """Give the first value of the tensor that a value is a content of."""
+        while value in self.contents:
+            value = self.contents[value]
+        return value
 
     def _renew_bases(
         self, results: tuple[int, ...], facts: OpFacts, arguments: tuple[int, ...]
@@ -199,8 +208,15 @@ class _Table:
             before = None if maker is None else self.value_of.get(maker)
             if before is None or before == written or before in results:
                 continue
+            if self._tensor(before) == self._tensor(written):
+                continue
             after = len(self.values)
-            self.values.append(self.values[before])
+            value = self.values[before]
+            if fact.gradient_bytes and not value.gradient_bytes:
+                # Zeros, say, that have a gradient from the write on.
+                value = replace(value, gradient_bytes=self.storages[value.storage].nbytes)
+            self.values.append(value)
+            self.contents[after] = before
             self.value_of.update((n, after) for n, v in self.value_of.items() if v == before)
             yield written, before, after
 
