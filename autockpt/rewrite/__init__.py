@@ -1,4 +1,4 @@
-"""Re-emits a captured forward as readable Python, one ``checkpoint`` call a region."""
+"""Re-emits a captured forward as readable Python, one function a region."""
 
 from autockpt.rewrite.program import Program, is_guard, rewrite
 

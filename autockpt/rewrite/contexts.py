@@ -20,7 +20,7 @@ def contexts(ambient: Ambient, call: Ambient, *, in_region: bool) -> str:
     call : Ambient
         Around the call of the forward.
     in_region : bool
-        The op runs again in backward. ``checkpoint`` brings back grad mode, autocast and
+        The op runs again in backward. A region's call brings back grad mode, autocast and
         default device of the call, but neither the default dtype nor the attention backends.
 
     Returns
