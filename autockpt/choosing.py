@@ -93,7 +93,7 @@ def _question(settings: Settings, problem: Problem, plain: Prediction, target: i
 
 def _solved(settings: Settings, problem: Problem, target: int) -> Plan:
     try:
-        # A search makes millions of small objects and no cycles: to look for some takes a fifth.
+        # A search makes millions of small objects and no cycles: to look for some takes time.
         with progress() as say, collector_off():
             return solve(
                 problem, target, settings.solver, seconds=settings.solve_seconds, progress=say

@@ -82,6 +82,7 @@ class _Table:
     storages: list[Storage] = field(default_factory=list)
     value_of: dict[fx.Node, int] = field(default_factory=dict)
     results_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    # Whose call allocated a storage, and which value of a tensor another followed by a write.
     makers: dict[int, fx.Node] = field(default_factory=dict)
     contents: dict[int, int] = field(default_factory=dict)
     external_values: dict[int, int] = field(default_factory=dict)

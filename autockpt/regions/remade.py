@@ -76,11 +76,9 @@ def _result(value: torch.Tensor) -> torch.Tensor:
     # A leaf would be held to the end of the recomputation by the node that makes it one. This is
     # the result of a node that saves nothing, that fails if it is differentiated, which nobody
     # does, and that is made in C++: a function in Python takes five times as long.
-    error: Any = torch._C._functions
-    result: torch.Tensor = error.DelayedError(b"a recomputation has no backward", 2)(_ROOT, value)[
-        1
-    ]
+    node: Any = torch._C._functions.DelayedError(b"a recomputation has no backward", 2)
+    result: torch.Tensor = node(_ROOT, value)[1]
     return result
 
 
-_ROOT = torch.empty(0, requires_grad=True)
+_ROOT = torch.empty(0, device="cpu", requires_grad=True)
