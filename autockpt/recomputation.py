@@ -52,12 +52,21 @@ def _explained(
         return unpack(holder)
     except torch_checkpoint.CheckpointError as error:
         found = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
-        raise RecomputationError(
-            f"{region} did not compute in backward what it computed in forward. "
-            f"{found.strip()}\n{causes}"
-        ) from error
+        raise differs(region, found.strip(), causes) from error
     except RecomputationError:
         raise
     except Exception as error:
-        error.add_note(f"Raised by {region.rstrip(',')}, which runs again in backward.")
+        note_region(error, region)
         raise
+
+
+def differs(region: str, how: str, causes: str) -> RecomputationError:
+    """Make the error of a region whose recomputation is not its forward."""
+    return RecomputationError(
+        f"{region} did not compute in backward what it computed in forward. {how}\n{causes}"
+    )
+
+
+def note_region(error: Exception, region: str) -> None:
+    """Say in which region an error was raised."""
+    error.add_note(f"Raised by {region.rstrip(',')}, which runs again in backward.")

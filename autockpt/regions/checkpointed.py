@@ -20,9 +20,10 @@ from torch._compile import _disable_dynamo
 from torch.utils import checkpoint as torch_checkpoint
 
 from autockpt.errors import RecomputationError
+from autockpt.recomputation import differs, note_region
 from autockpt.regions.guarded import CAUSES, Facts, Unchanged, guarded
 from autockpt.regions.keeping import Keeper
-from autockpt.regions.surroundings import Ambient, Inputs, Random
+from autockpt.regions.surroundings import Inputs, Modes, Random
 
 __all__ = ["checkpointed"]
 
@@ -107,7 +108,7 @@ class _Call:
     """One call of a region."""
 
     __slots__ = (
-        *("_ambient", "_forms", "_inputs", "_keeper", "_module", "_random", "_ran", "_region"),
+        *("_modes", "_forms", "_inputs", "_keeper", "_module", "_random", "_ran", "_region"),
         *("_tickets", "_unchanged"),
     )
 
@@ -122,7 +123,7 @@ class _Call:
         self._unchanged = Unchanged(facts, module)
         # A region may have no argument on the device that it works on, only weights.
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)] + self._unchanged.tensors
-        self._ambient = Ambient(tensors)
+        self._modes = Modes(tensors)
         self._random = Random(tensors) if draws else None
         self._tickets: list[weakref.ref[_Ticket]] = []
         self._forms: list[_Form] = []
@@ -156,12 +157,12 @@ class _Call:
         arguments = self._inputs.unpacked()
         random = contextlib.nullcontext() if self._random is None else self._random.again()
         try:
-            with random, self._ambient.again(), self._unchanged, torch.enable_grad():
+            with random, self._modes.again(), self._unchanged, torch.enable_grad():
                 self._run_again(replay, arguments)
         except RecomputationError:
             raise
         except Exception as error:
-            error.add_note(f"Raised by {self._unchanged.region}, which runs again in backward.")
+            note_region(error, self._unchanged.region)
             raise
         self._check(replay)
         self._ran.add(key)
@@ -192,10 +193,7 @@ class _Call:
             raise self._differs(f"It saved other tensors: {'; '.join(differing)}.")
 
     def _differs(self, how: str) -> RecomputationError:
-        return RecomputationError(
-            f"{self._unchanged.region}, did not compute in backward what it computed in forward. "
-            f"{how}\n{CAUSES}"
-        )
+        return differs(f"{self._unchanged.region},", how, CAUSES)
 
 
 class _Replay:

@@ -95,7 +95,7 @@ class _Saved(torch.autograd.Function):
 _A_TENSOR = object()
 
 
-class Ambient:
+class Modes:
     """Autocast, for the devices of some tensors and the CPU, and the default device."""
 
     __slots__ = ("_autocasts", "_device", "_kinds")
