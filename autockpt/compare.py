@@ -20,12 +20,12 @@ from autockpt.batch import checked_batch
 from autockpt.capture.clone import clone_module
 from autockpt.pipeline import lower_step
 from autockpt.profiler.cost import CostChoice
+from autockpt.reports.tables import to_text
 from autockpt.runtime.swap import release
 from autockpt.settings import Loss
-from autockpt.tables import to_text
 from autockpt.units import format_bytes, parse_budget
 from solvers import SOLVERS, InfeasibleError, Plan, Problem, bound, simulate, solve
-from solvers.blocks import blocks, grouped
+from solvers.search.blocks import blocks, grouped
 
 BUDGETS = ("80%", "65%", "50%", "40%", "30%", "20%")
 COMPARED = ("every_k", "chen_greedy", "treeverse", "min_cut", "rotor", "interval_dp", "auto")
@@ -147,7 +147,7 @@ class Comparison:
         ImportError
             Without matplotlib, which ``pip install autockpt[plots]`` brings.
         """
-        from autockpt.pareto import plot_comparison
+        from autockpt.reports.pareto import plot_comparison
 
         return plot_comparison(self, path)
 

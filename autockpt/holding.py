@@ -17,15 +17,15 @@ from torch import nn
 from autockpt.batch import checked_batch
 from autockpt.capture import Capture
 from autockpt.capture.clone import clone_module
-from autockpt.layers import file_and_line, layer_pattern, name_together
 from autockpt.lower import op_nodes
 from autockpt.modules.step import lower_either
 from autockpt.profiler.cost import CostChoice
+from autockpt.reports.layers import file_and_line, layer_pattern, name_together
+from autockpt.reports.tables import to_text
 from autockpt.runtime.swap import ATTRIBUTE, is_optimized, release
 from autockpt.settings import Emit, Loss
-from autockpt.tables import to_text
 from autockpt.units import format_bytes
-from solvers.holding import Held, alive_at_peak
+from solvers.judge.holding import Held, alive_at_peak
 from solvers.plan import Plan
 from solvers.problem import Op, Problem
 

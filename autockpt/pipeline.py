@@ -21,7 +21,7 @@ from autockpt.errors import CaptureError, ProfileError
 from autockpt.lower import lower, op_nodes
 from autockpt.profiler import device_of, profile
 from autockpt.profiler.cost import CostChoice, cost_name, cost_on
-from autockpt.report import Report, make_report
+from autockpt.reports.report import Report, make_report
 from autockpt.rewrite import Program, rewrite
 from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes

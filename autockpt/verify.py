@@ -18,8 +18,8 @@ from autockpt.batch import checked_batch
 from autockpt.capture.calls import version
 from autockpt.capture.externals import attribute_generators
 from autockpt.capture.paths import format_steps, tensors_within
+from autockpt.reports.tables import to_text
 from autockpt.step import Loss, loss_of, measure
-from autockpt.tables import to_text
 from autockpt.units import format_bytes
 
 

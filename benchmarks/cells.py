@@ -38,7 +38,7 @@ from solvers import (
     simulate,
     solve,
 )
-from solvers.blocks import blocks, grouped
+from solvers.search.blocks import blocks, grouped
 from tests.zoo import Case
 
 Row = dict[str, Any]

@@ -15,15 +15,15 @@ from typing import Any
 from autockpt.pipeline import lower_step
 from benchmarks.common import show
 from solvers import Plan, bound, simulate
-from solvers.interval_search import best_flat, search_of
-from solvers.keeping_search import with_any_kept
-from solvers.local import fitted, improve, tidied
-from solvers.nested import best_nested
+from solvers.judge.replay import Replay, replay_of
 from solvers.plan import Region
 from solvers.problem import Problem
-from solvers.prologue_search import with_prologues, without_vain_prologues
-from solvers.replay import Replay, replay_of
 from solvers.rotor import chain_of
+from solvers.search.flat import best_flat, search_of
+from solvers.search.keeping_search import with_any_kept
+from solvers.search.local import fitted, improve, tidied
+from solvers.search.nested import best_nested
+from solvers.search.prologue_search import with_prologues, without_vain_prologues
 from tests import zoo
 
 SHARES = (0.8, 0.5, 0.3)

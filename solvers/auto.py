@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from solvers import every_k, exhaustive, ilp, modules, rotor
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
-from solvers.interval_search import Segment, best_flat, search_of
-from solvers.keeping_search import with_any_kept
-from solvers.local import Deadline, exchanged, fitted, improve, tidied
+from solvers.judge.replay import Replay, replay_of
 from solvers.minimum import least_peak
-from solvers.nested import best_nested
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.prologue_search import with_prologues, without_vain_prologues
-from solvers.replay import Replay, replay_of
+from solvers.search.flat import best_flat, search_of
+from solvers.search.interval_search import Segment
+from solvers.search.keeping_search import with_any_kept
+from solvers.search.local import Deadline, exchanged, fitted, improve, tidied
+from solvers.search.nested import best_nested
+from solvers.search.prologue_search import with_prologues, without_vain_prologues
 
 Regions = tuple[Region, ...]
 

@@ -7,11 +7,11 @@ import math
 import pulp
 
 from solvers.errors import InfeasibleError
-from solvers.graph import Graph
+from solvers.judge.graph import Graph
+from solvers.judge.replay import Replay, replay_of
+from solvers.judge.step import NOTHING
 from solvers.problem import Problem
 from solvers.programs import run_program
-from solvers.replay import Replay, replay_of
-from solvers.step import NOTHING
 
 _INSTANTS = 16
 _SLACK = 1e-6

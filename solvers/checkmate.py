@@ -11,15 +11,15 @@ import pulp
 
 from solvers.bounds import bound, peak_bound
 from solvers.errors import InfeasibleError, PlanError
-from solvers.interval_search import best_flat
-from solvers.local import Deadline, fitted, improve, tidied
+from solvers.judge.replay import Replay, replay_of
 from solvers.minimum import least_peak
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import format_bytes, priced, require
 from solvers.problem import Problem
 from solvers.programs import run_program
-from solvers.remat import OutOfTimeError, RematProgram, Step, cells, make_step
-from solvers.replay import Replay, replay_of
+from solvers.search.flat import best_flat
+from solvers.search.local import Deadline, fitted, improve, tidied
+from solvers.search.remat import OutOfTimeError, RematProgram, Step, cells, make_step
 
 MOST_CELLS = 150_000
 _SECONDS = 60.0

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from solvers.blocks import regions_over
-from solvers.interval_search import search_of
+from solvers.judge.replay import Replay, replay_of
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import Replay, replay_of
+from solvers.search.blocks import regions_over
+from solvers.search.flat import search_of
 
 _BUDGETS = 40
 _SMALLEST_SHARE = 0.005

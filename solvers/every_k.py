@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from solvers.blocks import blocks, grouped
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import replay_of
+from solvers.search.blocks import blocks, grouped
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:

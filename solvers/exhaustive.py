@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 
 from solvers.errors import PlanError
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import replay_of
 
 MOST_OPS = 10
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import pulp
 
-from solvers.interval_search import best_flat, search_of
-from solvers.intervals import region_edges
+from solvers.judge.replay import Replay, replay_of
+from solvers.judge.step import NOTHING
 from solvers.minimum import least_flat_peak
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem
 from solvers.programs import run_program
-from solvers.replay import Replay, replay_of
-from solvers.step import NOTHING
+from solvers.search.flat import best_flat, search_of
+from solvers.search.intervals import region_edges
 
 SMALL_OPS = 40
 _SECONDS = 20.0

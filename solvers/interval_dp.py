@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from solvers.interval_search import best_flat
+from solvers.judge.replay import replay_of
 from solvers.minimum import least_flat_peak
 from solvers.plan import Plan
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import replay_of
+from solvers.search.flat import best_flat
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import networkx as nx
 
 from solvers.chen_greedy import saved_bytes, split_points
-from solvers.local import fitted
+from solvers.judge.replay import Replay, replay_of
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import Replay, replay_of
+from solvers.search.local import fitted
 
 _PRICES = 300
 _RATES = 24

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from solvers import modules
 from solvers.bounds import peak_bound
 from solvers.every_k import candidates
-from solvers.interval_search import best_flat
-from solvers.nested import best_nested
+from solvers.judge.replay import Replay, replay_of
 from solvers.plan import Plan, Region
 from solvers.pricing import priced
 from solvers.problem import Problem
-from solvers.replay import Replay, replay_of
 from solvers.rotor import chain_of
+from solvers.search.flat import best_flat
+from solvers.search.nested import best_nested
 from solvers.steady import steady
 
 _FLAT_STEPS = 100

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from solvers.bounds import bound
-from solvers.local import Deadline
+from solvers.judge.replay import Replay, replay_of
 from solvers.plan import Plan, Region, Status
 from solvers.pricing import priced, require
 from solvers.problem import Problem, Span
-from solvers.replay import Replay, replay_of
+from solvers.search.local import Deadline
 from solvers.steady import steady
 
 Chosen = frozenset[int]

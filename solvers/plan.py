@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from solvers.errors import PlanError
-from solvers.keeping import check_kept
-from solvers.problem import Problem
-from solvers.prologue import check_prologues
 
 Status = Literal["optimal", "feasible", "time limit"]
 
@@ -117,18 +114,6 @@ class Plan:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"This is not a plan written by Plan.to_json: {error}") from error
 
-    def check(self, problem: Problem) -> None:
-        """Raise PlanError unless this is a well-formed plan for ``problem``."""
-        if self.signature and problem.signature and self.signature != problem.signature:
-            raise PlanError(
-                f"The plan was made for another model: its stream of calls has the digest "
-                f"{self.signature}, this model's has {problem.signature}. Plan again."
-            )
-        _check_regions(self.regions, 0, len(problem.ops), problem)
-        check_prologues(self.regions, problem)
-        check_kept(self.regions, problem)
-        _check_spans(self, problem)
-
 
 def _region(entry: dict[str, Any]) -> Region:
     children = tuple(_region(child) for child in entry.get("children", ()))
@@ -140,44 +125,3 @@ def _region(entry: dict[str, Any]) -> Region:
         prologue=tuple(int(op) for op in entry.get("prologue", ())),
         kept=tuple(int(op) for op in entry.get("kept", ())),
     )
-
-
-def _check_spans(plan: Plan, problem: Problem) -> None:
-    if problem.spans is None:
-        return
-    allowed = {(span.start, span.stop, span.name) for span in problem.spans}
-    for region in plan.walk():
-        if (region.start, region.stop, region.module) not in allowed:
-            named = f" of {region.module!r}" if region.module else ""
-            raise PlanError(
-                f"region [{region.start}, {region.stop}){named} is no call of a module that may "
-                f"run again: with emit='modules' a region is one of Problem.spans."
-            )
-
-
-def _check_regions(regions: tuple[Region, ...], low: int, high: int, problem: Problem) -> None:
-    position = low
-    for region in regions:
-        where = f"region [{region.start}, {region.stop})"
-        if not position <= region.start < region.stop <= high:
-            raise PlanError(
-                f"{where} does not lie in [{position}, {high}): regions are disjoint, in "
-                f"order, not empty, and inside their parent."
-            )
-        for edge in (region.start, region.stop):
-            if not problem.boundaries[edge]:
-                raise PlanError(
-                    f"{where} has an edge before op {edge}, inside a stretch that writes a "
-                    f"storage in place: move it to where Problem.boundaries is true."
-                )
-        pinned = [i for i in range(region.start, region.stop) if problem.ops[i].pinned]
-        if pinned:
-            op = problem.ops[pinned[0]]
-            raise PlanError(
-                f"{where} holds op {pinned[0]} ({op.target} at {op.source}), which must stay "
-                f"outside all regions."
-            )
-        if any((c.start, c.stop) == (region.start, region.stop) for c in region.children):
-            raise PlanError(f"{where} has a child of its own size.")
-        _check_regions(region.children, region.start, region.stop, problem)
-        position = region.stop

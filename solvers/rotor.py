@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.bounds import peak_bound
-from solvers.interval_search import IntervalSearch, search_of
-from solvers.local import tidied
+from solvers.judge.replay import Replay, replay_of
+from solvers.judge.step import NOTHING
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import Replay, replay_of
-from solvers.stages import stage_edges
-from solvers.step import NOTHING
+from solvers.search.flat import search_of
+from solvers.search.interval_search import IntervalSearch
+from solvers.search.local import tidied
+from solvers.search.stages import stage_edges
 
 _POINTS = 96
 _LIMITS = (0.02, 0.1, 0.3, 1.0)

@@ -7,10 +7,11 @@ backward allocates, ``replay`` for how they add up.
 
 from __future__ import annotations
 
+from solvers.judge.replay import replay_of
+from solvers.judge.wellformed import check_plan
 from solvers.plan import Plan, Region
 from solvers.prediction import Prediction
 from solvers.problem import Problem
-from solvers.replay import replay_of
 
 
 def simulate(problem: Problem, plan: Plan, *, timeline: bool = False) -> Prediction:
@@ -66,7 +67,7 @@ def simulate(problem: Problem, plan: Plan, *, timeline: bool = False) -> Predict
     >>> simulate(problem, Plan.flat([(0, 2), (2, 4)])).recompute_cost
     2
     """
-    plan.check(problem)
+    check_plan(plan, problem)
     return replay_of(problem).predict(plan.regions, timeline=timeline)
 
 

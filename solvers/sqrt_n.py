@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 
-from solvers.blocks import blocks, grouped
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import replay_of
+from solvers.search.blocks import blocks, grouped
 
 
 def solve(problem: Problem, budget_bytes: int) -> Plan:

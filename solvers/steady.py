@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from solvers.judge.replay import Replay, replay_of
 from solvers.problem import Op, Problem
-from solvers.replay import Replay, replay_of
 
 # In ns, as deterministic costs are elsewhere: 5 GB/s, 50 GFLOP/s, and 5 us to begin an op.
 _BYTES, _FLOPS, _START = 5, 50, 5_000

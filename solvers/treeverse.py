@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 
-from solvers.blocks import regions_over
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan, Region
 from solvers.pricing import priced, require
 from solvers.problem import Problem
-from solvers.replay import replay_of
-from solvers.stages import stage_edges
+from solvers.search.blocks import regions_over
+from solvers.search.stages import stage_edges
 
 Stage = tuple[int, int]
 

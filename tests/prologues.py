@@ -6,10 +6,11 @@ import random
 from dataclasses import replace
 
 from solvers.errors import PlanError
-from solvers.keeping import keepable_ops
+from solvers.judge.keeping import keepable_ops
+from solvers.judge.prologue import reads_inside_others, repeatable_ops
+from solvers.judge.wellformed import check_plan
 from solvers.plan import Plan, Region
 from solvers.problem import Problem
-from solvers.prologue import reads_inside_others, repeatable_ops
 
 
 def with_random_prologues(problem: Problem, plan: Plan, rng: random.Random) -> Plan:
@@ -43,7 +44,7 @@ def _with_prologue(
             pending += problem.ops[index].inputs
     chosen = replace(region, prologue=tuple(sorted(again)))
     try:
-        Plan(regions=(chosen,)).check(problem)
+        check_plan(Plan(regions=(chosen,)), problem)
     except PlanError:
         # A view of what it makes again is read that it does not take again.
         return region

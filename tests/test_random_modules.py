@@ -23,7 +23,7 @@ from autockpt.pipeline import saving_ops
 from autockpt.profiler import profile
 from autockpt.rewrite import rewrite
 from autockpt.step import measure
-from solvers.holding import alive_at_peak
+from solvers.judge.holding import alive_at_peak
 from solvers.plan import Plan
 from solvers.simulate import idle_ops, simulate
 from tests.helpers import assert_same_bits, buffers_restored, run_case

@@ -13,7 +13,7 @@ from autockpt.capture.freeze import Freezer, layout_of
 from autockpt.capture.paths import forward_of, is_apart
 from autockpt.capture.snapshot import GLOBAL_HOOKS, Snapshot
 from autockpt.capture.tree import Binding
-from autockpt.modules.parts import whole_class
+from autockpt.capture.whole import whole_class
 
 _TENSOR_TABLES = frozenset({"_parameters", "_buffers"})
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from autockpt.capture import Capture
 from autockpt.errors import FallbackWarning
-from autockpt.layers import layer_pattern
 from autockpt.modules.spans import compiled_spans
+from autockpt.reports.layers import layer_pattern
 from solvers import InfeasibleError
 from solvers.modules import least_peak, solve
 from solvers.plan import Plan

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autockpt.capture.ambient import Ambient
 from autockpt.capture.freeze import layout_of
-from autockpt.modules.parts import whole_class
+from autockpt.capture.whole import whole_class
 
 
 class ModuleKey:

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from autockpt.capture.whole import WHOLE, whole_class
+
 Forward = Callable[..., Any]
 
-_MARK = "_autockpt_whole"
 REGION = "_autockpt_region"
 _local = threading.local()
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -63,7 +64,7 @@ def install(root: nn.Module) -> bool:
     for module in root.modules():
         cls = type(module)
         # A class that was made on top of ours (FSDP's) asks as well.
-        if module is root or hasattr(cls, _MARK) or cls.forward is nn.Module.forward:
+        if module is root or hasattr(cls, WHOLE) or cls.forward is nn.Module.forward:
             continue
         _set_class(module, part_class(cls))
         changed = True
@@ -99,13 +100,7 @@ def region_of(
 
 def is_part(module: nn.Module) -> bool:
     """Tell whether a module's class is one of ours."""
-    return _MARK in type(module).__dict__
-
-
-def whole_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Give the class that the user wrote."""
-    found: type[nn.Module] = cls.__dict__.get(_MARK, cls)
-    return found
+    return WHOLE in type(module).__dict__
 
 
 def part_class(whole: type[nn.Module]) -> type[nn.Module]:
@@ -152,7 +147,7 @@ def _make_class(whole: type[nn.Module]) -> type[nn.Module]:
             **{name: getattr(whole, name) for name in names},
             "forward": forward,
             "__reduce_ex__": reduce,
-            _MARK: whole,
+            WHOLE: whole,
             REGION: False,
         },
     )

@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autockpt.modules.parts import Forward, calling
 from autockpt.modules.state import Effects, Entered
-from autockpt.recomputation import Explained
+from autockpt.regions.recomputation import Explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

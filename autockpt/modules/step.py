@@ -13,7 +13,6 @@ from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget
 from autockpt.errors import CaptureError
-from autockpt.layers import layer_pattern
 from autockpt.lower import lower
 from autockpt.modules.check import differing
 from autockpt.modules.observe import Observation, drawn, observe
@@ -31,7 +30,8 @@ from autockpt.pipeline import (
 )
 from autockpt.profiler import device_of, profile
 from autockpt.profiler.cost import CostChoice, cost_name
-from autockpt.report import Report, make_report
+from autockpt.reports.layers import layer_pattern
+from autockpt.reports.report import Report, make_report
 from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
 from autockpt.settings import Emit, Loss, Settings

@@ -20,9 +20,9 @@ from torch._compile import _disable_dynamo
 from torch.utils import checkpoint as torch_checkpoint
 
 from autockpt.errors import RecomputationError
-from autockpt.recomputation import differs, note_region
 from autockpt.regions.guarded import CAUSES, Facts, Unchanged, guarded
 from autockpt.regions.keeping import Keeper
+from autockpt.regions.recomputation import differs, note_region
 from autockpt.regions.surroundings import Inputs, Modes, Random
 
 __all__ = ["checkpointed"]

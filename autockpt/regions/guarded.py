@@ -19,7 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autockpt.capture.calls import version
 from autockpt.errors import RecomputationError
-from autockpt.recomputation import Explained
+from autockpt.regions.recomputation import Explained
 from autockpt.regions.statistics import Replay
 
 

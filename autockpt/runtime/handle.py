@@ -23,7 +23,7 @@ from autockpt.modules.parts import install, mark, uninstall
 from autockpt.modules.sharding import is_sharded, refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
 from autockpt.pipeline import ForwardError, Known, plan_step
-from autockpt.report import Report
+from autockpt.reports.report import Report
 from autockpt.runtime.bypass import originals
 from autockpt.runtime.entry import Entry
 from autockpt.runtime.ranks import bucket_bytes

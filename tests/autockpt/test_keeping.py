@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import autockpt
 from autockpt.errors import RecomputationError
 from autockpt.regions.keeping import Kept
-from autockpt.report import make_report
+from autockpt.reports.report import make_report
 from autockpt.step import measure
 from autockpt.units import Budget
-from solvers.keeping import keepable_ops
+from solvers.judge.keeping import keepable_ops
 from solvers.plan import Plan, Region
 from solvers.simulate import simulate
 from tests.autockpt.plans import captured

@@ -15,9 +15,9 @@ from autockpt.capture.bits import identical
 from autockpt.capture.mask_parts import SHOWN
 from autockpt.capture.masks import Masks
 from autockpt.pipeline import lower_step
-from autockpt.region_rows import region_rows
+from autockpt.reports.region_rows import region_rows
 from autockpt.step import measure
-from solvers.keeping import keepable_ops
+from solvers.judge.keeping import keepable_ops
 from solvers.plan import Plan, Region
 from solvers.simulate import simulate
 from tests.autockpt.plans import captured

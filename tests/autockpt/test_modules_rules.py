@@ -20,6 +20,7 @@ from autockpt import CaptureError, InfeasibleError, PlanError, RecomputationErro
 from autockpt.modules.parts import is_part
 from autockpt.runtime.swap import release
 from solvers import Plan
+from solvers.judge.wellformed import check_plan
 from tests.autockpt.test_modules import Block, Stack, whole_blocks
 from tests.helpers import count_calls
 
@@ -188,7 +189,7 @@ def test_solvers_of_runs_are_refused() -> None:
 def test_a_region_that_is_no_module_call_is_refused() -> None:
     problem = _optimized(Stack()).autockpt.problem
     with pytest.raises(PlanError, match=r"no call of a module"):
-        Plan.flat([(0, 2)]).check(problem)
+        check_plan(Plan.flat([(0, 2)]), problem)
 
 
 def test_counters_do_not_make_steps_new() -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import autockpt
-from autockpt.report import make_report
+from autockpt.reports.report import make_report
 from autockpt.step import measure
 from autockpt.units import Budget
+from solvers.judge.prologue import repeatable_ops
 from solvers.plan import Plan, Region
-from solvers.prologue import repeatable_ops
 from solvers.simulate import simulate
 from tests.autockpt.plans import captured
 from tests.helpers import assert_same_bits

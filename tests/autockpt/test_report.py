@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autockpt.report import Report, make_report
+from autockpt.reports.report import Report, make_report
 from autockpt.units import Budget
 from solvers.plan import Plan, Region
 from solvers.problem import Gradient, Op, Problem, Storage, Value

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autockpt
 from autockpt.pipeline import lower_step
 from solvers import solve
-from solvers.replay import replay_of
+from solvers.judge.replay import replay_of
 from tests.solvers.test_chains import nested_plans
 
 ROWS = 256

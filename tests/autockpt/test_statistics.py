@@ -14,7 +14,7 @@ from autockpt.lower import lower
 from autockpt.profiler import profile
 from autockpt.rewrite import rewrite
 from autockpt.step import measure
-from solvers.holding import alive_at_peak
+from solvers.judge.holding import alive_at_peak
 from solvers.plan import Plan, Region
 from solvers.simulate import simulate
 from tests.helpers import equal

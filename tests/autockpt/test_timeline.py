@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autockpt
-from autockpt.plotting import _aligned
-from autockpt.report import Report
+from autockpt.reports.plotting import _aligned
+from autockpt.reports.report import Report
 from autockpt.step import Measurement
 from tests.zoo import ZOO
 

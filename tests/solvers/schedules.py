@@ -2,7 +2,7 @@
 
 Dijkstra over states (whose turn it is, what is alive). At any turn, forward or backward, earlier
 ops may run again, whole or up to the last tensor that they pack for their own backward, and
-anything may be let go at any time. Shares nothing with ``solvers.remat`` and ``solvers.bounds``;
+anything may be let go at any time. Shares nothing with ``remat`` and ``bounds`` of the solvers;
 the bytes of gradients in flight, which no schedule changes, are the judge's, whom
 ``test_simulate`` holds against a toy runtime.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from itertools import combinations
 
-from solvers.replay import replay_of
+from solvers.judge.replay import replay_of
 
 
 class Schedules:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from solvers import Plan, Region, simulate, solve
 from solvers.chains import equal_chain
+from solvers.judge.replay import replay_of
 from solvers.problem import Gradient
-from solvers.replay import replay_of
 from solvers.rotor import chain_of
 from solvers.treeverse import candidates, replays
 from tests.solvers.checker import check

@@ -14,9 +14,9 @@ import pytest
 
 from solvers import SOLVERS, Plan, peak_bound, simulate, solve
 from solvers.chains import equal_chain
-from solvers.interval_search import search_of
-from solvers.replay import replay_of
+from solvers.judge.replay import replay_of
 from solvers.rotor import chain_of
+from solvers.search.flat import search_of
 from tests.solvers.models import gelu_blocks, gpt2
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.holding import Holding, alive_at_peak
+from solvers.judge.holding import Holding, alive_at_peak
 from solvers.plan import Plan
 from solvers.problem import Problem
 from solvers.simulate import simulate

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from solvers import idle_ops, simulate
-from solvers.interval_search import search_of
-from solvers.nested import _cuts
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan, Region
 from solvers.problem import Gradient
-from solvers.replay import replay_of
-from solvers.stages import stage_edges
+from solvers.search.flat import search_of
+from solvers.search.nested import _cuts
+from solvers.search.stages import stage_edges
 from tests.solvers.checker import check
 from tests.solvers.models import attention_blocks
 from tests.solvers.problems import Builder

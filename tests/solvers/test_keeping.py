@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from solvers import PlanError, simulate, solve
-from solvers.interval_search import needs_of, search_of
-from solvers.keeping import held_for, worth_keeping
-from solvers.keeping_search import with_kept
+from solvers.judge.keeping import held_for
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan, Region
-from solvers.replay import replay_of
+from solvers.search.flat import search_of
+from solvers.search.interval_search import needs_of
+from solvers.search.keeping_search import with_kept, worth_keeping
 from tests.solvers.checker import check
 from tests.solvers.models import attention_blocks
 

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from solvers import Plan, best_schedule, bound, remat, simulate, solve
+from solvers import Plan, best_schedule, bound, simulate, solve
 from solvers.chains import equal_chain
-from solvers.local import WITHOUT_END, Deadline
+from solvers.judge.replay import replay_of
 from solvers.programs import run_program
-from solvers.remat import OutOfTimeError, RematProgram, make_step
-from solvers.replay import replay_of
+from solvers.search import remat
+from solvers.search.local import WITHOUT_END, Deadline
+from solvers.search.remat import OutOfTimeError, RematProgram, make_step
 from tests.solvers.models import gpt2
 
 

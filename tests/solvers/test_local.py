@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from solvers.interval_search import best_flat
-from solvers.local import WITHOUT_END, Deadline, exchanged, improve
-from solvers.moves import changes
+from solvers.judge.replay import replay_of
+from solvers.judge.wellformed import check_plan
 from solvers.plan import Plan
-from solvers.replay import replay_of
+from solvers.search.flat import best_flat
+from solvers.search.local import WITHOUT_END, Deadline, exchanged, improve
+from solvers.search.moves import changes
 from solvers.simulate import simulate
 from tests.solvers.models import attention_blocks, gelu_blocks, gpt2
 
@@ -43,7 +44,7 @@ def test_every_change_is_a_plan_and_priced_as_it_says(problem):
     assert seen
     for change in seen:
         plan = Plan(regions=change.made(regions))
-        plan.check(problem)
+        check_plan(plan, problem)
         assert simulate(problem, plan).recompute_cost == cost + change.dearer(replay, regions)
 
 
@@ -54,7 +55,7 @@ def test_never_dearer_never_over(problem, search, share):
     regions = regions_of(problem, share)
     found = search(replay, regions, budget, 2000)
     plan = Plan(regions=found)
-    plan.check(problem)
+    check_plan(plan, problem)
     assert simulate(problem, plan).peak_bytes <= budget
     assert simulate(problem, plan).recompute_cost <= replay.price(regions)[1]
     assert search(replay, regions, budget, 2000) == found

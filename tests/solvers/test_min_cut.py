@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from solvers.judge.replay import replay_of
+from solvers.judge.wellformed import check_plan
 from solvers.min_cut import candidates
 from solvers.plan import Plan
 from solvers.problem import Gradient, Op, Problem, Storage, Value
-from solvers.replay import replay_of
 
 
 def test_no_region_takes_in_a_pinned_op_of_a_stretch_written_in_place() -> None:
@@ -45,4 +46,4 @@ def test_no_region_takes_in_a_pinned_op_of_a_stretch_written_in_place() -> None:
         boundaries=(True, False, True, True, True),
     )
     for regions in candidates(replay_of(problem)):
-        Plan(regions=regions).check(problem)
+        check_plan(Plan(regions=regions), problem)

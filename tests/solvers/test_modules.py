@@ -8,10 +8,11 @@ from itertools import combinations
 import pytest
 
 from solvers import InfeasibleError, Plan, PlanError, simulate, solve
+from solvers.judge.replay import replay_of
+from solvers.judge.wellformed import check_plan
 from solvers.minimum import least_peak
 from solvers.plan import Region
 from solvers.problem import Span
-from solvers.replay import replay_of
 from tests.solvers.models import gpt2
 
 
@@ -107,7 +108,7 @@ def test_json_keeps_the_names():
 def test_other_regions_are_refused(region):
     problem = with_spans(gpt2(layers=2))
     with pytest.raises(PlanError, match="no call of a module"):
-        Plan(regions=(region,)).check(problem)
+        check_plan(Plan(regions=(region,)), problem)
 
 
 def test_solvers_of_runs_are_refused():

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from solvers import PlanError, simulate, solve
-from solvers.interval_search import search_of
+from solvers.judge.prologue import repeatable_ops
+from solvers.judge.replay import replay_of
 from solvers.plan import Plan, Region
-from solvers.prologue import repeatable_ops
-from solvers.prologue_search import with_prologues
-from solvers.replay import replay_of
+from solvers.search.flat import search_of
+from solvers.search.prologue_search import with_prologues
 from tests.solvers.checker import check
 from tests.solvers.models import gelu_blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.replay import Replay
+from solvers.judge.replay import Replay
 from solvers.simulate import simulate
 from tests.solvers.checker import check
 from tests.solvers.problems import plans, problems

@@ -18,17 +18,17 @@ from solvers import (
     PlanError,
     Region,
     bound,
-    intervals,
     least_peak,
     peak_bound,
     simulate,
     solve,
 )
-from solvers.blocks import blocks
 from solvers.ilp import solve as solve_ilp
-from solvers.interval_search import best_flat, search_of
-from solvers.intervals import make_intervals
-from solvers.replay import replay_of
+from solvers.judge.replay import replay_of
+from solvers.search import intervals
+from solvers.search.blocks import blocks
+from solvers.search.flat import best_flat, search_of
+from solvers.search.intervals import make_intervals
 from tests.solvers.checker import check
 from tests.solvers.models import gpt2
 from tests.solvers.problems import plans, problems

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autockpt.layers import file_and_line
-from autockpt.timeline import Timeline
+from autockpt.reports.layers import file_and_line
+from autockpt.reports.timeline import Timeline
 from autockpt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Self
 
-from solvers.moves import changes
+from solvers.judge.replay import Replay
 from solvers.plan import Region
-from solvers.replay import Replay
+from solvers.search.moves import changes
 
 # How many of the changes that nearly fit are followed.
 _FOLLOWED = 5

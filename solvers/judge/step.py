@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.frames import Frame
+from solvers.judge.frames import Frame
 from solvers.prediction import Phase
 
 if TYPE_CHECKING:
-    from solvers.replay import Replay
+    from solvers.judge.replay import Replay
 
 Levels = NDArray[np.int64]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.replay import Replay
-from solvers.step import NOTHING
+from solvers.judge.replay import Replay
+from solvers.judge.step import NOTHING
 
 Table = NDArray[np.int64]
 

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from solvers.interval_search import IntervalSearch, Segment, needs_of, search_of
+from solvers.judge.replay import Replay
 from solvers.plan import Region
-from solvers.replay import Replay
-from solvers.stages import stage_edges
+from solvers.search.flat import search_of
+from solvers.search.interval_search import IntervalSearch, Segment, needs_of
+from solvers.search.stages import stage_edges
 
 _CUTS = 26
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)

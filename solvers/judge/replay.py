@@ -8,15 +8,15 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.frames import AFTER_BACKWARD, Frame, Frames, stretched
-from solvers.gradients import gradient_flows
-from solvers.graph import make_graph
-from solvers.keeping import keepable_ops
+from solvers.judge.frames import AFTER_BACKWARD, Frame, Frames, stretched
+from solvers.judge.gradients import gradient_flows
+from solvers.judge.graph import make_graph
+from solvers.judge.keeping import keepable_ops
+from solvers.judge.prologue import reads_inside_others
+from solvers.judge.step import NOTHING, Levels, Profile, Step
 from solvers.plan import Region
 from solvers.prediction import Prediction
 from solvers.problem import Problem
-from solvers.prologue import reads_inside_others
-from solvers.step import NOTHING, Levels, Profile, Step
 
 NEVER_FITS = 1 << 60
 

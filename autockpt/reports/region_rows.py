@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from autockpt.layers import file_and_line
-from solvers.keeping import held_for
+from autockpt.reports.layers import file_and_line
+from solvers.judge.keeping import held_for
+from solvers.judge.replay import replay_of
 from solvers.plan import Region
 from solvers.problem import Op, Problem
-from solvers.replay import replay_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

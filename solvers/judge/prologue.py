@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from solvers.errors import PlanError
-from solvers.graph import defining_ops
+from solvers.judge.graph import defining_ops
+from solvers.plan import Region
 from solvers.problem import Problem
-
-if TYPE_CHECKING:
-    from solvers.plan import Region
 
 
 def repeatable_ops(problem: Problem) -> frozenset[int]:
@@ -38,23 +34,6 @@ def repeatable_ops(problem: Problem) -> frozenset[int]:
         and index not in kept
         and handed_on.isdisjoint(op.outputs)
     )
-
-
-def check_prologues(regions: Sequence[Region], problem: Problem) -> None:
-    """Raise PlanError unless the prologues of a plan's outermost regions are well-formed."""
-    if not any(inner.prologue for region in regions for inner in region.walk()):
-        return
-    allowed = repeatable_ops(problem)
-    for region in regions:
-        for inner in region.walk():
-            if inner.prologue:
-                _check_prologue(inner, problem, allowed, outermost=inner is region)
-    for region, other in reads_inside_others(regions, problem):
-        raise PlanError(
-            f"The prologue of region [{region.start}, {region.stop}) reads what region "
-            f"[{other.start}, {other.stop}) makes and nobody else reads: it is gone by then. Add "
-            f"the op that makes it, or take the op that reads it out."
-        )
 
 
 def reads_inside_others(
@@ -91,32 +70,6 @@ def last_reads(problem: Problem) -> list[int]:
     for value in (*problem.outputs, problem.loss):
         last[value] = len(problem.ops)
     return last
-
-
-def _check_prologue(
-    region: Region, problem: Problem, allowed: frozenset[int], *, outermost: bool
-) -> None:
-    where = f"The prologue of region [{region.start}, {region.stop})"
-    prologue = region.prologue
-    if region.children or not outermost:
-        raise PlanError(f"{where}: only a region with neither parent nor children may have one.")
-    if list(prologue) != sorted(set(prologue)) or prologue[0] < 0:
-        raise PlanError(f"{where}, {prologue}, is not a list of ops in program order.")
-    if prologue[-1] >= region.start:
-        raise PlanError(f"{where} holds op {prologue[-1]}, which is not before the region.")
-    for index in prologue:
-        if index not in allowed:
-            op = problem.ops[index]
-            raise PlanError(
-                f"{where} holds op {index} ({op.target} at {op.source}), which cannot be run "
-                f"again apart from its neighbours."
-            )
-    for index in (*prologue, *range(region.start, region.stop)):
-        if unmade_views(region, problem, index):
-            raise PlanError(
-                f"{where} makes a storage again of which op {index} reads a view that is not "
-                f"made again: add the op that takes the view."
-            )
 
 
 def unmade_views(region: Region, problem: Problem, index: int) -> list[int]:

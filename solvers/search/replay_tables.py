@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.keeping import held_for
-from solvers.replay import Replay
-from solvers.step import NOTHING
+from solvers.judge.keeping import held_for
+from solvers.judge.replay import Replay
+from solvers.judge.step import NOTHING
 
 Row = NDArray[np.int64]
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.intervals import Intervals, make_intervals
+from solvers.judge.replay import Replay
 from solvers.plan import Region
-from solvers.replay import Replay
+from solvers.search.intervals import Intervals
 
-_ALL_OPS = 800
-_LABELS = 1024
+ALL_OPS = 800
+LABELS = 1024
 _PLAIN_STEPS = 12
 _REGION_OPS = 160
-_TRIES = 4
 _UNREACHED = 1 << 62
 
 
@@ -138,7 +137,7 @@ class IntervalSearch:
     @property
     def is_coarse(self) -> bool:
         """Whether a problem is so large that bins are wide beside storages, and judging slow."""
-        return self.replay.graph.size > _ALL_OPS
+        return self.replay.graph.size > ALL_OPS
 
     def average_price(self) -> float:
         """Return the cost of a byte where all of a forward's are bought with all of its cost."""
@@ -152,7 +151,7 @@ class IntervalSearch:
         start: int = 0,
         end: int | None = None,
         *,
-        labels: int = _LABELS,
+        labels: int = LABELS,
         span_bytes: int | None = None,
         price: float = 0.0,
     ) -> Labels:
@@ -295,29 +294,6 @@ def all_positions(size: int) -> tuple[int, ...]:
     return tuple(range(size + 1))
 
 
-def search_of(replay: Replay, most_ops: int = _ALL_OPS) -> IntervalSearch:
-    """Return the search of a problem, made once as long as it is kept.
-
-    Parameters
-    ----------
-    replay : Replay
-    most_ops : int
-        Problems of more ops are searched over the edges that pay in their repeated blocks.
-    """
-    most_ops = min(most_ops, replay.graph.size)
-    found = replay.searches.get(most_ops)
-    if found is None:
-        # Not at the top: finding positions takes searches of its own.
-        from solvers.positions import positions_of
-
-        others = [s.tables for s in replay.searches.values() if isinstance(s, IntervalSearch)]
-        tables = others[0] if others else make_intervals(replay)
-        found = IntervalSearch(replay, tables, positions_of(replay, tables, most_ops))
-        replay.searches[most_ops] = found
-    assert isinstance(found, IntervalSearch)
-    return found
-
-
 def needs_of(search: IntervalSearch, region: Region) -> int:
     """Return the peak that a region brings about, above what was kept before it."""
     tables, replay = search.tables, search.replay
@@ -333,35 +309,3 @@ def needs_of(search: IntervalSearch, region: Region) -> int:
             needs = max(needs, int((levels + gradients[span]).max()) + tables.outputs_bytes)
     random = sum(frame.random for frame in profile.frame.walk())
     return needs + 2 * random * replay.problem.random_state_bytes
-
-
-def best_flat(
-    replay: Replay, budget_bytes: int, offered: Offered | None = None, *, dearer: float = 1.0
-) -> tuple[Region, ...] | None:
-    """Return the cheapest flat regions found that the judge lets pass, or None.
-
-    The tables differ from the judge by little; the budget they are asked for is moved until
-    what they give is just inside the real one.
-    """
-    search = search_of(replay)
-    asked = budget_bytes
-    for _ in range(_TRIES):
-        regions = search.run(asked, offered, dearer=dearer)
-        if regions is None:
-            return None
-        peak, _ = replay.price(regions)
-        if peak <= budget_bytes:
-            return without_idle(replay, regions, budget_bytes)
-        asked -= max(peak - budget_bytes, (budget_bytes - replay.bases[1]) // _LABELS)
-    return None
-
-
-def without_idle(
-    replay: Replay, regions: tuple[Region, ...], budget_bytes: int
-) -> tuple[Region, ...]:
-    """Drop the regions without which the plan fits as well."""
-    for region in sorted(regions, key=lambda region: -replay.profile(region).cost):
-        fewer = tuple(other for other in regions if other is not region)
-        if replay.price(fewer)[0] <= budget_bytes:
-            regions = fewer
-    return regions

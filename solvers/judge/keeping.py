@@ -8,16 +8,8 @@ its result nothing is held: see ``idle``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from solvers.errors import PlanError
+from solvers.plan import Region
 from solvers.problem import Problem
-
-if TYPE_CHECKING:
-    from solvers.plan import Region
-    from solvers.replay import Replay
-
 
 # What the kernels of one step hide beside their result: logarithms of sums, seeds, statistics.
 _HIDDEN = 3
@@ -57,18 +49,6 @@ def held_for(problem: Problem, index: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(own))
 
 
-def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
-    """Return ops of which a byte costs ``rate`` times what one of the whole forward does."""
-    problem, graph = replay.problem, replay.graph
-    room = replay.price(())[0] - replay.bases[0]
-
-    def is_worth(index: int) -> bool:
-        nbytes = sum(graph.nbytes[s] for s in held_for(problem, index))
-        return problem.ops[index].cost * room >= rate * nbytes * replay.forward_cost
-
-    return frozenset(index for index in replay.keepable if is_worth(index))
-
-
 def draws_again(region: Region, problem: Problem) -> bool:
     """Tell whether the replay of a region draws random numbers, those of regions inside aside."""
     inside = range(region.start, region.stop)
@@ -83,34 +63,3 @@ def keeps_in_step(region: Region, problem: Problem) -> bool:
     """
     kept = any(problem.ops[i].random for i in region.kept)
     return not (kept and draws_again(region, problem))
-
-
-def check_kept(regions: Sequence[Region], problem: Problem) -> None:
-    """Raise PlanError unless what the regions of a plan keep is well-formed."""
-    if not any(inner.kept for region in regions for inner in region.walk()):
-        return
-    allowed = keepable_ops(problem)
-    for region in regions:
-        for inner in region.walk():
-            where = f"What region [{inner.start}, {inner.stop}) keeps, {inner.kept},"
-            if inner.kept and (inner.children or inner is not region):
-                raise PlanError(
-                    f"{where} is in a region with parent or children: only one with neither may "
-                    f"keep ops."
-                )
-            if list(inner.kept) != sorted(set(inner.kept)) or not set(inner.kept) <= set(
-                range(inner.start, inner.stop)
-            ):
-                raise PlanError(f"{where} is not a list of its ops in program order.")
-            if not keeps_in_step(inner, problem):
-                raise PlanError(
-                    f"{where} has some of its ops that draw random numbers and not all: name all "
-                    f"of them, or none."
-                )
-            wrong = [index for index in inner.kept if index not in allowed]
-            if wrong:
-                op = problem.ops[wrong[0]]
-                raise PlanError(
-                    f"{where} holds op {wrong[0]} ({op.target} at {op.source}), which cannot be "
-                    f"kept apart from its neighbours."
-                )

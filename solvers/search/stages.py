@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from solvers.blocks import blocks
-from solvers.replay import Replay
+from solvers.judge.replay import Replay
+from solvers.search.blocks import blocks
 
 _OPS = 24
 _STAGES = 40

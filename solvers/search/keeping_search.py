@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.interval_search import IntervalSearch, Segment
-from solvers.keeping import worth_keeping
+from solvers.judge.keeping import held_for
+from solvers.judge.replay import Replay
 from solvers.plan import Region
-from solvers.replayed import Replays
+from solvers.search.interval_search import IntervalSearch, Segment
+from solvers.search.replay_tables import Replays
 
 _REACH = 128
 # From an eighth to sixteen times what a byte of the whole forward costs.
@@ -99,3 +100,15 @@ def _in_step(
     last_again = draws[~is_kept].max(initial=-1)
     in_step: NDArray[np.bool_] = (last_kept < starts) | (last_again < starts)
     return in_step
+
+
+def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
+    """Return ops of which a byte costs ``rate`` times what one of the whole forward does."""
+    problem, graph = replay.problem, replay.graph
+    room = replay.price(())[0] - replay.bases[0]
+
+    def is_worth(index: int) -> bool:
+        nbytes = sum(graph.nbytes[s] for s in held_for(problem, index))
+        return problem.ops[index].cost * room >= rate * nbytes * replay.forward_cost
+
+    return frozenset(index for index in replay.keepable if is_worth(index))

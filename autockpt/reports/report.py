@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from autockpt.layers import file_and_line
-from autockpt.plotting import plot_timeline
-from autockpt.region_rows import RegionRow, region_rows
-from autockpt.tables import region_table, to_text, totals
-from autockpt.timeline import Timeline, make_timeline
+from autockpt.reports.layers import file_and_line
+from autockpt.reports.plotting import plot_timeline
+from autockpt.reports.region_rows import RegionRow, region_rows
+from autockpt.reports.tables import region_table, to_text, totals
+from autockpt.reports.timeline import Timeline, make_timeline
 from autockpt.units import Budget
 from solvers.plan import Plan
 from solvers.prediction import Prediction

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solvers.blocks import numbered
 from solvers.bounds import peak_bound
-from solvers.interval_search import IntervalSearch, all_positions
-from solvers.intervals import Intervals
+from solvers.judge.replay import Replay
 from solvers.problem import Problem
-from solvers.replay import Replay
+from solvers.search.blocks import numbered
+from solvers.search.interval_search import IntervalSearch, all_positions
+from solvers.search.intervals import Intervals
 
 _COPIES = 3
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from solvers.graph import Graph, defining_ops
+from solvers.judge.graph import Graph, defining_ops
 from solvers.problem import Op, Problem
 
 _Held = tuple[int, bool, bool]

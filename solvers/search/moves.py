@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from solvers.keeping import keeps_in_step, worth_keeping
+from solvers.judge.keeping import keeps_in_step
+from solvers.judge.replay import Replay
 from solvers.plan import Region
-from solvers.replay import Replay
+from solvers.search.keeping_search import worth_keeping
 
 _STEPS = (1, 2, 3)
 # What a region keeps of what it takes in: as much as pays at these rates.

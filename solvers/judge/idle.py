@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph import Graph, defining_ops
+from solvers.judge.graph import Graph, defining_ops
 from solvers.plan import Region
 from solvers.problem import Problem
 

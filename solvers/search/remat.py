@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pulp
 
-from solvers.local import WITHOUT_END, Deadline
+from solvers.judge.replay import Replay
 from solvers.programs import proven_bound
-from solvers.replay import Replay
+from solvers.search.local import WITHOUT_END, Deadline
 
 _SLACK = 1e-6
 Presence = dict[int, pulp.LpVariable]

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from solvers.frames import AFTER_BACKWARD, NEVER, Claim, Frame, stretched
-from solvers.graph import Graph
+from solvers.judge.frames import AFTER_BACKWARD, NEVER, Claim, Frame, stretched
+from solvers.judge.graph import Graph
+from solvers.judge.replay import Replay, replay_of
+from solvers.judge.step import Step
+from solvers.judge.wellformed import check_plan
 from solvers.plan import Plan
 from solvers.prediction import Phase
 from solvers.problem import Problem
-from solvers.replay import Replay, replay_of
-from solvers.step import Step
 
 Why = Literal["saved", "region input", "recomputed", "output", "in use", "random state"]
 """Why a storage is alive.
@@ -126,7 +127,7 @@ def alive_at_peak(problem: Problem, plan: Plan) -> Holding:
     >>> holding.phase, holding.gradient_bytes, [held.why for held in holding.held]
     ('backward', 16, ['saved'])
     """
-    plan.check(problem)
+    check_plan(plan, problem)
     judge = replay_of(problem)
     step = judge.add_up(plan.regions)
     tops = [max(top for top, _, _ in step.tops(mode)) for mode in (0, 1)]

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from solvers.graph import defining_ops
-from solvers.interval_search import IntervalSearch, Segment, needs_of
+from solvers.judge.graph import defining_ops
+from solvers.judge.prologue import reads_inside_others, repeatable_ops, unmade_views
+from solvers.judge.replay import Replay
 from solvers.plan import Region
 from solvers.problem import Problem
-from solvers.prologue import reads_inside_others, repeatable_ops, unmade_views
-from solvers.replay import Replay
+from solvers.search.interval_search import IntervalSearch, Segment, needs_of
 
 _SLICE_OPS = 6
 _BEFORE = 12

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from autockpt.layers import layer_pattern, name_together
-from autockpt.region_rows import RegionRow
+from autockpt.reports.layers import layer_pattern, name_together
+from autockpt.reports.region_rows import RegionRow
 from autockpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from autockpt.report import Report
+    from autockpt.reports.report import Report
 
 _WIDTH = 110
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.graph import Graph
-from solvers.idle import Idle, Idling
-from solvers.keeping import draws_again, held_for
+from solvers.judge.graph import Graph
+from solvers.judge.idle import Idle, Idling
+from solvers.judge.keeping import draws_again, held_for
+from solvers.judge.prologue import last_reads
 from solvers.plan import Region
 from solvers.problem import Problem
-from solvers.prologue import last_reads
 
 Claim = tuple[int, int]
 """When a recomputed instance is let go; the least is the latest.

@@ -1,0 +1,1 @@
+"""What people read: reports, tables, timelines and pictures of plans and steps."""

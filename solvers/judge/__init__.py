@@ -1,0 +1,1 @@
+"""What ``simulate`` is made of: one step replayed, forward and backward, under a plan."""

@@ -1,0 +1,1 @@
+"""What solvers search with: tables of runs of ops, labels over positions, changes of plans."""
