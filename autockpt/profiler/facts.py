@@ -39,13 +39,15 @@ class ArgumentGradient:
     """The gradient that an op's backward gives to one argument.
 
     ``source``: ``("result", k)``, the storage of the gradient of result ``k`` handed on, or
-    ``("hidden", k)``, the k-th fresh storage that backward allocates.
+    ``("hidden", k)``, the k-th fresh storage that backward allocates. ``strides`` is how it lies,
+    0 where a dimension has one element; None of what is not strided.
     """
 
     argument: int
     source: Ref
     dense: bool
     view: bool
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

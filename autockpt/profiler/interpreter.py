@@ -25,12 +25,21 @@ from autockpt.errors import ProfileError
 from autockpt.meters import Meter, NullMeter, collector_off, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model, cost_on
 from autockpt.profiler.facts import External, OpFacts, Profile
-from autockpt.profiler.layouts import Forms, forms_of, gradient_layouts, layouts_of
+from autockpt.profiler.layouts import (
+    Forms,
+    Handed,
+    Layouts,
+    forms_of,
+    gradient_layouts,
+    layouts_of,
+)
 from autockpt.profiler.overhead import region_ns
 from autockpt.profiler.rehearse import Rehearsal, rehearse
 from autockpt.profiler.subject import Layout, Subject, written_base
 from autockpt.profiler.tensors import distinct, storage_bytes, storage_of, tensors_in
 from autockpt.profiler.timed import Timer
+
+_PASSES = 4
 
 
 def profile(
@@ -68,35 +77,61 @@ def profile(
     -----
     One forward without grad, plus each distinct op (function, layouts, constants, ambient
     modes) forward and backward two times; with ``cost="time"`` five times, and up to three
-    more to where its last tensor is packed.
+    more to where its last tensor is packed. Where gradients turn out to lie otherwise than was
+    taken to be the case, another forward, and again the ops that they reach.
     """
+    closures = closures or {}
     inputs = capture.inputs.tensors(args, kwargs)
     device = device_of(model, inputs)
-    watch = meter(device)
     cost = cost_on(cost, device.type)
     timer = Timer(device) if cost == "time" else None
-    with untraced(model, args, kwargs) as trace:
-        runner = _Runner(capture, model, watch, cost_model(cost), trace, timer)
-        runner.closures = closures or {}
-        if forms is None:
-            layouts = gradient_layouts(capture, model, inputs, runner.closures)
-            forms = forms_of(capture, layouts)
-        else:
-            layouts = layouts_of(capture, forms)
-        runner.layouts.update(layouts)
-        with collector_off(), watch:
-            runner.run(*inputs)
-    externals = runner.externals
+    known: dict[Any, Rehearsal] = {}
+    seen: dict[fx.Node, Handed] = {}
+    if forms is None:
+        layouts = gradient_layouts(capture, model, inputs, closures, seen)
+    else:
+        layouts = Layouts(layouts_of(capture, forms))
+    for _ in range(_PASSES):
+        watch = meter(device)
+        with untraced(model, args, kwargs) as trace:
+            runner = _Runner(capture, model, watch, cost_model(cost), trace, timer)
+            runner.closures = closures
+            runner.layouts = layouts.arriving
+            runner.known = known
+            with collector_off(), watch:
+                runner.run(*inputs)
+        facts, known = _finished(runner, watch)
+        mistaken = layouts.mistaken(facts)
+        if not mistaken:
+            break
+        seen.update(mistaken)
+        corrected = gradient_layouts(capture, model, inputs, closures, seen)
+        if corrected.arriving == layouts.arriving:
+            break
+        layouts = corrected
     return Profile(
-        facts={node: rehearsal.finish(watch) for node, rehearsal in runner.rehearsals.items()},
-        externals=externals,
+        facts=facts,
+        externals=runner.externals,
         unpacked=runner.unpacked,
-        gradient_forms=forms,
-        distinct_ops=len(runner.known),
+        gradient_forms=forms_of(capture, layouts.arriving) if forms is None else forms,
+        distinct_ops=len(known),
         device_type=device.type,
         region_cost=region_ns(device.type) if timer is not None else 0,
         **fixed_bytes(model, inputs),
     )
+
+
+def _finished(runner: _Runner, watch: Meter) -> tuple[dict[fx.Node, OpFacts], dict[Any, Rehearsal]]:
+    """Complete what a pass has found, now that the meter is closed."""
+    found: dict[int, OpFacts] = {}
+    for rehearsal in (*runner.known.values(), *runner.rehearsals.values()):
+        if id(rehearsal) not in found:
+            found[id(rehearsal)] = rehearsal.finish(watch)
+    known = {
+        key: Rehearsal(facts=found[id(rehearsal)], name=rehearsal.name)
+        for key, rehearsal in runner.known.items()
+    }
+    return {node: found[id(of)] for node, of in runner.rehearsals.items()}, known
 
 
 def device_of(model: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -3,6 +3,11 @@
 The gradient of a sum is expanded, that of a transposed view is transposed: the backward that
 such a one reaches may have to copy it. Which layout arrives where is the work of everything
 behind, so the step is run once on fake tensors, forward and backward, which takes no memory.
+
+Fake tensors do not always lie as real ones do (those of BatchNorm's backward keep the layout of
+a transposed input, real ones are contiguous). What ops hand to their arguments is seen when they
+are rehearsed: where that is not what the run on fake tensors said, it is run again with what was
+seen in its place.
 """
 
 from __future__ import annotations
@@ -11,19 +16,54 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from autockpt.capture import Capture, TensorMeta
 from autockpt.capture.guards import expect
 from autockpt.capture.lives import hold
 from autockpt.capture.paths import read_path
+from autockpt.profiler.facts import OpFacts
 from autockpt.profiler.subject import Layout, outside_autocast
-from autockpt.profiler.tensors import distinct, is_dense, tensors_in
+from autockpt.profiler.tensors import distinct, is_dense, settled, tensors_in
+
+Strides = tuple[int, ...]
+
+Handed = dict[int, Strides]
+"""By number of an op's argument, how the gradient lies that the op hands to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How the gradients of one step lie, as far as that is known.
+
+    Attributes
+    ----------
+    arriving : dict
+        The layouts of the gradients of what each op returns, tensors in order. Ops whose
+        gradients all lie as their values do are left out.
+    handed : dict
+        What each op was seen or said to hand to those of its arguments that ops have made.
+    """
+
+    arriving: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
+    handed: dict[fx.Node, Handed] = field(default_factory=dict)
+
+    def mistaken(self, facts: Mapping[fx.Node, OpFacts]) -> dict[fx.Node, Handed]:
+        """Give the ops that hand on otherwise than this says, with what they were seen to."""
+        found: dict[fx.Node, Handed] = {}
+        for node, said in self.handed.items():
+            seen = {g.argument: g.strides for g in facts[node].gradients if g.strides is not None}
+            if any(number in seen and seen[number] != said[number] for number in said):
+                found[node] = seen
+        return found
 
 
 def gradient_layouts(
@@ -31,24 +71,26 @@ def gradient_layouts(
     model: nn.Module,
     tensors: Sequence[torch.Tensor],
     closures: Mapping[str, torch.Tensor],
-) -> dict[fx.Node, tuple[Layout, ...]]:
-    """Give the layouts of the gradients of what each op returns, tensors in order.
+    seen: Mapping[fx.Node, Handed] | None = None,
+) -> Layouts:
+    """Find how the gradients of a step lie.
 
-    Nodes whose gradients all lie as their values do are left out. Empty where the step cannot
-    be run on fake tensors, as with calls that are not torch's own and write in place.
+    ``seen`` are ops of which it is known what they hand on. Nothing is found where the step
+    cannot be run on fake tensors, as with calls that are not torch's own and write in place.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.enable_grad(), _unlogged():
-        runner = _Runner(capture, model, mode, closures)
+        runner = _Runner(capture, model, mode, closures, seen or {})
         try:
             runner.run(*tensors)
             torch.clear_autocast_cache()
             runner.differentiate()
         except Exception:  # noqa: BLE001, whatever an op has against fake tensors
-            return {}
+            return Layouts()
         finally:
             torch.clear_autocast_cache()
-    return {node: tuple(found) for node, found in runner.layouts.items() if any(found)}
+    arriving = {node: tuple(found) for node, found in runner.layouts.items() if any(found)}
+    return Layouts(arriving, runner.handed)
 
 
 @contextmanager
@@ -133,10 +175,13 @@ class _Runner(fx.Interpreter):
         model: nn.Module,
         mode: FakeTensorMode,
         closures: Mapping[str, torch.Tensor],
+        seen: Mapping[fx.Node, Handed],
     ) -> None:
         super().__init__(model, garbage_collect_values=True, graph=capture.graph)
         self.extra_traceback = False
         self.layouts: dict[fx.Node, list[Layout]] = {}
+        self.handed: dict[fx.Node, Handed] = {}
+        self._seen = seen
         self._model, self._mode, self._closures = model, mode, closures
         self._fakes: dict[int | str, torch.Tensor] = {}
         self._leaves: list[torch.Tensor] = []
@@ -161,10 +206,11 @@ class _Runner(fx.Interpreter):
             return None
         if n.target is expect:
             return args[1]
+        if n.target is operator.getitem and isinstance(args[0], tuple | list):
+            return args[0][args[1]]
         with n.meta["ambient"].enter():
-            result = self._call(n, args, kwargs)
-        if not (n.target is operator.getitem and isinstance(args[0], tuple | list)):
-            self._watch(n, [*tensors_in(result), *self._written(n, (args, kwargs), result)])
+            result = self._call(n, *self._tapped(n, args, kwargs))
+        self._watch(n, [*tensors_in(result), *self._written(n, (args, kwargs), result)])
         return result
 
     def differentiate(self) -> None:
@@ -183,20 +229,46 @@ class _Runner(fx.Interpreter):
                 self._leaves.append(fake)
         return fake
 
+    def _tapped(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give a call aliases of what it is given, which note what gradients it hands on."""
+        handed = self.handed[node] = {}
+        written = {id(self.env[argument]) for argument in node.meta["writes"]}
+        taps: dict[int, torch.Tensor] = {}
+        for number, tensor in enumerate(distinct(tensors_in((args, kwargs)))):
+            if tensor.is_leaf or not tensor.requires_grad or tensor.layout is not torch.strided:
+                continue
+            if id(tensor) in written:
+                continue
+            taps[id(tensor)] = tap = torch.ops.aten.alias.default(tensor)
+            tap.register_hook(partial(_note_handed, handed, number))
+        if not taps:
+            return args, kwargs
+        tapped: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: taps.get(id(tensor), tensor), (args, kwargs)
+        )
+        return tapped
+
     def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (node.meta.get("opaque") or node.meta.get("pinned")):
+        known: Any = self._seen.get(node)
+        if known is None and not (node.meta.get("opaque") or node.meta.get("pinned")):
             try:
-                if node.op == "call_method":
-                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                assert callable(node.target)
-                return node.target(*args, **kwargs)
+                result = _run(node, args, kwargs)
             except Exception:  # sizes that depend on data, no rule for fake tensors: by its looks
                 if node.meta["writes"]:
                     raise
-        tensors = tensors_in((args, kwargs))
+            else:
+                if self._stays_written(node) or _lie_as_recorded(tensors_in(result), _metas(node)):
+                    return result
+        tensors = distinct(tensors_in((args, kwargs)))
         unknown: Any = _Unknown
-        found = [unknown.apply(meta, *tensors) for meta in _metas(node)]
+        found = [unknown.apply(meta, known or {}, *tensors) for meta in _metas(node)]
         return found if node.meta.get("several") or len(found) != 1 else found[0]
+
+    def _stays_written(self, node: fx.Node) -> bool:
+        """Tell whether gradients go through what an op has written in place."""
+        return any(self.env[argument].requires_grad for argument in node.meta["writes"])
 
     def _written(self, node: fx.Node, arguments: Any, result: Any) -> list[torch.Tensor]:
         """What the op wrote in place and did not return, in the order of a rehearsal."""
@@ -230,6 +302,27 @@ def _on_gradient(tensor: torch.Tensor, note: Callable[[torch.Tensor], None]) -> 
     edge.node.register_prehook(before)
 
 
+def _run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _lie_as_recorded(results: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> bool:
+    """Tell whether fake results lie as the real ones did, where sizes are the same."""
+    return all(
+        result.layout is not torch.strided
+        or tuple(result.shape) != meta.shape
+        or settled(meta.shape, result.stride()) == settled(meta.shape, meta.stride)
+        for result, meta in zip(results, metas, strict=False)
+    )
+
+
+def _note_handed(handed: Handed, number: int, gradient: torch.Tensor) -> None:
+    handed[number] = settled(gradient.shape, gradient.stride())
+
+
 def _own(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides of a gradient that lies as its value does (contiguous if that has gaps)."""
     return (
@@ -259,11 +352,15 @@ def _metas(node: fx.Node) -> tuple[TensorMeta, ...]:
 
 
 class _Unknown(torch.autograd.Function):
-    """An op that is known by its results only; its gradients lie as its arguments do."""
+    """An op that is known by its results only, and by what it was seen to hand on.
+
+    Otherwise its gradients lie as its arguments do.
+    """
 
     @staticmethod
-    def forward(ctx: Any, meta: TensorMeta, *arguments: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, meta: TensorMeta, seen: Handed, *arguments: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*arguments)
+        ctx.seen = seen
         result = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
         if not meta.requires_grad:
             ctx.mark_non_differentiable(result)
@@ -271,5 +368,15 @@ class _Unknown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
-        return (None, *(torch.empty_like(t) if needed else None for t, needed in wanted))
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        gradients = [
+            _gradient(tensor, ctx.seen.get(number)) if needed else None
+            for number, (tensor, needed) in enumerate(wanted)
+        ]
+        return (None, None, *gradients)
+
+
+def _gradient(tensor: torch.Tensor, strides: Strides | None) -> torch.Tensor:
+    if strides is None:
+        return torch.empty_like(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.profiler.aten_log import AtenLog, Tally
 from autockpt.profiler.facts import ArgumentGradient, OpFacts, Ref, Result
 from autockpt.profiler.subject import Subject, differentiate, rest, results_of
-from autockpt.profiler.tensors import is_dense, storage_bytes, storage_of, tensors_in
+from autockpt.profiler.tensors import is_dense, settled, storage_bytes, storage_of, tensors_in
 
 
 @dataclass(slots=True)
@@ -202,6 +202,11 @@ def _logged_backward(
                 source=storages[storage_of(gradient)],
                 dense=is_dense(gradient),
                 view=gradient._is_view(),
+                strides=_strides(gradient),
             )
         )
     return tuple(fresh), tuple(gradients), log.tally.flops
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return settled(tensor.shape, tensor.stride()) if tensor.layout is torch.strided else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def settled(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides with those that do not matter as 0: of dimensions of one element, or of none."""
+    return tuple(step if size > 1 else 0 for size, step in zip(shape, strides, strict=True))
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autockpt
 from autockpt.capture import record
 from autockpt.lower import lower
 from autockpt.profiler import interpreter, profile
-from autockpt.profiler.layouts import forms_of, gradient_layouts
+from autockpt.profiler.layouts import Layouts, forms_of, gradient_layouts
 from autockpt.step import measure
 from solvers.plan import Plan
 from solvers.simulate import simulate
@@ -71,15 +72,73 @@ def test_the_copy_of_a_gradient_is_foreseen(loss: str, middle: nn.Module) -> Non
         assert peak_bytes == measured.peak_bytes
 
 
+class Channels(nn.Module):
+    """BatchNorm over the middle dimension: of fakes the gradient comes back transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Turned(torch.autograd.Function):
+    """Fake tensors are not handed to it, and its gradient lies otherwise than its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * (2 if value.sum().item() else 3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return (gradient.transpose(1, 2).contiguous() * 2).transpose(1, 2)
+
+
+class Turning(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Turned.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Residual(nn.Module):
+    def __init__(self, end: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+        )
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.end(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("end", [Channels, Turning])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_gradients_that_lie_otherwise_than_fake_ones(
+    loss: str, end: Callable[[], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    module, x = Residual(end()).train(), torch.randn(32, 32, 32)
+    taken = lambda y: LOSSES[loss](y.flatten(1))  # noqa: E731
+    planned = autockpt.optimize(module, (x,), loss=taken, memory_budget="80%", cost="roofline")
+    report = autockpt.verify(module, planned, (x,), loss=taken)
+    assert report.ok
+    assert report.plain_peak_bytes == report.predicted_plain_peak_bytes
+    # The gradient of a bias is there a moment before a replay's in the prediction only.
+    assert 0 <= report.predicted_peak_bytes - report.peak_bytes <= 128
+
+
 def test_layouts_that_are_not_known_are_taken_to_be_those_of_the_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module, x = model(nn.Identity()), torch.randn(ROWS, WIDTH)
     capture, recorded = record(module, (x,), {}, torch.sum)
     layouts = gradient_layouts(capture, module, (x,), recorded.closures)
-    assert {node.name: found for node, found in layouts.items()} == {"linear_2": ((0, 0),)}
+    assert {node.name: found for node, found in layouts.arriving.items()} == {"linear_2": ((0, 0),)}
     known = simulate(lower(capture, profile(capture, module, (x,), {}, cost="roofline")), Plan())
-    monkeypatch.setattr(interpreter, "gradient_layouts", lambda *_: {})
+    monkeypatch.setattr(interpreter, "gradient_layouts", lambda *_: Layouts())
     blind = simulate(lower(capture, profile(capture, module, (x,), {}, cost="roofline")), Plan())
     # Linear's backward copies an expanded gradient, which is as large as its output.
     assert 0.9 < (known.peak_bytes - blind.peak_bytes) / (ROWS * WIDTH * 4) <= 1
