@@ -89,6 +89,8 @@ class MemoryProfile:
         Gradients that backward has in flight, or has finished where they are fresh.
     workspace_bytes : int
         What the op that runs needs for itself.
+    number_bytes : int
+        Python numbers that autograd has saved.
     gradients : {"resident", "fresh"}
         Which of the two ways of training has this peak, the higher one.
     phase : {"forward", "backward", "recompute"}
@@ -107,6 +109,7 @@ class MemoryProfile:
     resident_gradient_bytes: int
     gradient_bytes: int
     workspace_bytes: int
+    number_bytes: int
     gradients: str
     phase: str
     op: str
@@ -231,6 +234,7 @@ def describe(problem: Problem, plan: Plan, capture: Capture | None = None) -> Me
         resident_gradient_bytes=problem.gradient_bytes if holding.resident else 0,
         gradient_bytes=holding.gradient_bytes,
         workspace_bytes=holding.workspace_bytes,
+        number_bytes=holding.number_bytes,
         gradients="resident" if holding.resident else "fresh",
         phase=holding.phase,
         op=at.target,
@@ -353,6 +357,8 @@ def _other_cells(
         yield cells(profile.gradient_bytes, "", "gradients in flight")
     if profile.workspace_bytes:
         yield cells(profile.workspace_bytes, "", f"workspace of {_short(profile.op)}")
+    if profile.number_bytes:
+        yield cells(profile.number_bytes, "", "Python numbers that autograd saves")
 
 
 def _part_table(profile: MemoryProfile) -> Table:

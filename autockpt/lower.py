@@ -65,6 +65,7 @@ def lower(capture: Capture, profile: Profile, *, undone: bool = False) -> Proble
         buffer_bytes=profile.buffer_bytes,
         batch_bytes=profile.batch_bytes,
         gradient_bytes=profile.gradient_bytes,
+        number_bytes=sum(profile.facts[node].number_bytes for node in nodes),
         forward_held=tuple(table.forward_held),
         random_state_bytes=_CPU_RANDOM_STATE_BYTES if profile.device_type == "cpu" else 0,
         region_cost=profile.region_cost,

@@ -41,14 +41,14 @@ def peak_bound(problem: Problem) -> int:
     """
     replay = replay_of(problem)
     graph = replay.graph
-    top = problem.fixed_bytes
+    base = top = max(replay.bases)
     held = frozenset(graph.outputs)
     for i, op in enumerate(problem.ops):
         alive = {s for s in held if graph.producer[s] < i}
         alive.update(graph.reads[i], graph.produced[i])
         level = sum(graph.nbytes[s] for s in alive)
         level += min(op.forward_workspace_bytes, op.workspace_in_region_bytes)
-        top = max(top, problem.fixed_bytes + level)
+        top = max(top, base + level)
         for mode in (0, 1):
             if graph.reached[i]:
                 level = sum(graph.nbytes[s] for s in held | set(graph.saved[i]))

@@ -210,6 +210,9 @@ class Problem:
     boundaries : tuple of bool
         ``boundaries[i]`` tells whether a region may start or stop before op ``i``;
         ``len(ops) + 1`` entries. False inside a stretch that writes a storage in place.
+    number_bytes : int
+        Python numbers that autograd has saved beside tensors. Hooks do not see them, so no
+        region lets go of them: they are counted as if they were there all along.
     forward_held : tuple of int
         Storages that live to the end of forward whoever reads them: autocast's copies of
         weights. A replay that makes them again holds them to its own end.
@@ -237,6 +240,7 @@ class Problem:
     buffer_bytes: int = 0
     batch_bytes: int = 0
     gradient_bytes: int = 0
+    number_bytes: int = 0
     forward_held: tuple[int, ...] = ()
     random_state_bytes: int = 0
     region_cost: int = 0

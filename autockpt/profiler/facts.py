@@ -54,6 +54,7 @@ class ArgumentGradient:
 class OpFacts:
     """Everything measured on one distinct op. Arguments are numbered in order of appearance.
 
+    ``number_bytes`` are those of Python numbers that autograd saves, out of sight of all hooks.
     ``cached`` are the hidden storages that autocast keeps: casts of weights. ``context`` are the
     storages that a custom Function keeps as attributes: they live as long as its node.
     Bytes are exact, costs are integer ns of the chosen cost, FLOPs are raw.
@@ -82,6 +83,7 @@ class OpFacts:
     random: bool = False
     context: tuple[Ref, ...] = ()
     asks_again: bool = False
+    number_bytes: int = 0
     packs_unfilled: bool = False
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,8 @@ def logged_run(subject: Subject) -> Logged:
     results, returned = results_of(subject, leaves, out)
     cached = _cached_casts(subject, leaves, log)
     held = _context_tensors(results)
+    number_bytes = _number_bytes(results, leaves, packed)
+    asked[:] = [0] * len(asked)
     storages = _number_storages(leaves, results, [*packed, *cached, *held])
     saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in (*packed, *held)))
     hidden = {
@@ -94,6 +97,7 @@ def logged_run(subject: Subject) -> Logged:
         random=log.random,
         context=tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in held)),
         packs_unfilled=bool(log.filled),
+        number_bytes=number_bytes,
     )
     forward = log.tally.copy()
     differentiable = [i for i, result in enumerate(results) if has_gradient(result)]
@@ -172,6 +176,39 @@ def _context_tensors(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for tensor in tensors_in(list(vars(result.grad_fn).values()))
         if tensor.layout is torch.strided
     ]
+
+
+def _number_bytes(
+    results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], packed: Sequence[torch.Tensor]
+) -> int:
+    """Bytes of the Python numbers that autograd saves as tensors, which no hook is handed.
+
+    They lie on the CPU, and are counted where the op runs there too.
+    """
+    known = {storage_of(tensor) for tensor in (*leaves, *packed, *results)}
+    pending: list[Any] = [r.grad_fn for r in results if r.device.type == "cpu"]
+    met: set[Any] = {None}
+    numbers: dict[int, int] = {}
+    while pending:
+        node = pending.pop()
+        if node in met:
+            continue
+        met.add(node)
+        pending += [behind for behind, _ in node.next_functions]
+        for saved in _saved_by(node):
+            if saved.layout is torch.strided and not saved.dim():
+                numbers[storage_of(saved)] = storage_bytes(saved)
+    return sum(nbytes for storage, nbytes in numbers.items() if storage not in known)
+
+
+def _saved_by(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        with contextlib.suppress(RuntimeError):  # what was written to since
+            saved = getattr(node, name)
+            if isinstance(saved, torch.Tensor):
+                yield saved
 
 
 def _logged_backward(

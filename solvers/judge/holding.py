@@ -66,6 +66,8 @@ class Holding:
         Whether gradients are resident in the step that is looked at, or fresh.
     fixed_bytes : int
         There at the start of the step.
+    number_bytes : int
+        ``Problem.number_bytes``.
     gradient_bytes : int
         Gradients in flight, and fresh ones that are finished.
     workspace_bytes : int
@@ -80,6 +82,7 @@ class Holding:
     op: int
     resident: bool
     fixed_bytes: int
+    number_bytes: int
     gradient_bytes: int
     workspace_bytes: int
     held: tuple[Held, ...]
@@ -100,7 +103,7 @@ def alive_at_peak(problem: Problem, plan: Plan) -> Holding:
 
     Notes
     -----
-    Exact: fixed bytes, gradients, workspace and all that is held add up to
+    Exact: fixed bytes, numbers, gradients, workspace and all that is held add up to
     ``simulate(problem, plan).peak_bytes``. Linear in the size of the problem.
 
     Examples
@@ -185,7 +188,8 @@ class _Instant:
             phase=phase,
             op=op,
             resident=self.mode == 0,
-            fixed_bytes=self.judge.bases[self.mode],
+            fixed_bytes=self.judge.bases[self.mode] - self.judge.problem.number_bytes,
+            number_bytes=self.judge.problem.number_bytes,
             gradient_bytes=gradients,
             workspace_bytes=workspace,
             held=tuple(held),

@@ -37,7 +37,8 @@ class Replay:
             return np.where(reached, np.array(levels, np.int64), NOTHING)
 
         # The two modes differ by a constant in forward, and by gradients alone in backward.
-        base = (problem.fixed_bytes, problem.fixed_bytes - problem.gradient_bytes)
+        resident = problem.fixed_bytes + problem.number_bytes
+        base = (resident, resident - problem.gradient_bytes)
         flows = (self.resident, self.fresh)
         self.bases = base
         self.before = [masked(f.before) + b for f, b in zip(flows, base, strict=True)]
@@ -162,7 +163,7 @@ class Replay:
             peak_bytes=peak,
             resident_peak_bytes=resident,
             fresh_peak_bytes=fresh,
-            activation_peak_bytes=resident - self.bases[0],
+            activation_peak_bytes=resident - self.problem.fixed_bytes,
             peak_op=op,
             peak_phase=phase,
             kept_bytes=step.kept_bytes,

@@ -18,7 +18,8 @@ from tests.zoo import ZOO, Case
 
 def parts(found: MemoryProfile) -> int:
     rows = sum(row.nbytes for row in found.rows)
-    return found.fixed_bytes + rows + found.gradient_bytes + found.workspace_bytes
+    there = found.fixed_bytes + found.number_bytes
+    return there + rows + found.gradient_bytes + found.workspace_bytes
 
 
 def profiled(case: Case) -> MemoryProfile:

@@ -310,6 +310,7 @@ class Runtime:
     def step(self, plan):
         problem = self.problem
         self.meter.level = problem.parameter_bytes + problem.buffer_bytes + problem.batch_bytes
+        self.meter.level += problem.number_bytes
         if not self.fresh:
             self.meter.level += problem.gradient_bytes
         self.regions = plan.regions

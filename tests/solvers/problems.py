@@ -89,8 +89,13 @@ def problems(draw, max_ops=8):
         gradients=tuple(Gradient(value=v, source=k) for k, v in enumerate(sinks)),
         cost=draw(st.integers(1, 9)),
     )
-    own = {"random_state_bytes": draw(st.sampled_from([0, 3])), "region_cost": draw(SIZES)}
-    return b.problem(loss, held, **own)
+    return b.problem(
+        loss,
+        held,
+        random_state_bytes=draw(st.sampled_from([0, 3])),
+        region_cost=draw(SIZES),
+        number_bytes=draw(st.sampled_from([0, 8])),
+    )
 
 
 def _random_op(draw, b, kind, inputs, weights):

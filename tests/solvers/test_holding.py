@@ -17,7 +17,8 @@ from tests.solvers.problems import plans, problems
 
 def parts(holding: Holding) -> int:
     held = sum(entry.nbytes for entry in holding.held)
-    return holding.fixed_bytes + holding.gradient_bytes + holding.workspace_bytes + held
+    there = holding.fixed_bytes + holding.number_bytes
+    return there + holding.gradient_bytes + holding.workspace_bytes + held
 
 
 def agree(problem: Problem, plan: Plan) -> None:
