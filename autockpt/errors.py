@@ -8,6 +8,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "FallbackWarning",
+    "ForwardError",
     "InfeasibleError",
     "NoPlanFoundError",
     "PlanError",
@@ -22,6 +23,10 @@ class BudgetError(ValueError):
 
 class CaptureError(RuntimeError):
     """The model's forward cannot be captured faithfully; the message says why and where."""
+
+
+class ForwardError(CaptureError):
+    """The model's own forward, or the loss, failed; its error is the cause."""
 
 
 class ProfileError(RuntimeError):

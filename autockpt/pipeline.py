@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget
-from autockpt.errors import CaptureError, ProfileError
+from autockpt.errors import CaptureError, ForwardError, ProfileError
 from autockpt.lower import lower, op_nodes
 from autockpt.profiler import device_of, profile
 from autockpt.profiler.cost import CostChoice, cost_name, cost_on
@@ -185,10 +185,6 @@ def _meta_notes(device: torch.device) -> list[str]:
         "Planned on meta, where no op shows what it needs while it runs, and attention is the "
         "composition that writes its scores: where training runs a fused kernel, it takes far less."
     ]
-
-
-class ForwardError(CaptureError):
-    """The model's own forward, or the loss, failed; its error is the cause."""
 
 
 def lower_step(

@@ -137,6 +137,11 @@ def verify(
     Verification
         True in a condition if nothing differs and the budget holds.
 
+    Raises
+    ------
+    TypeError
+        If ``plain`` is what ``optimize`` returned: it would be compared with itself.
+
     Examples
     --------
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1))
@@ -144,6 +149,12 @@ def verify(
     ()
     """
     call_args, call_kwargs = checked_batch(args, kwargs)
+    if hasattr(plain, "autockpt"):
+        raise TypeError(
+            f"verify(plain, optimized, ...) was given a {type(plain).__name__} that optimize "
+            f"returned as the plain model. Write verify(model, planned, ...), the model that was "
+            f"passed to optimize first: optimize leaves it as it was."
+        )
     models = (plain, optimized)
     with _restored(models, call_args, call_kwargs) as put_back:
         # Gradients are fresh here: None says that no gradient came, and nothing is added to

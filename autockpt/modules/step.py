@@ -12,7 +12,7 @@ from torch import nn
 from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget
-from autockpt.errors import CaptureError
+from autockpt.errors import CaptureError, ForwardError
 from autockpt.lower import lower
 from autockpt.modules.check import differing
 from autockpt.modules.observe import Observation, drawn, observe
@@ -22,7 +22,6 @@ from autockpt.modules.sharding import Stand, gathered_bytes, is_sharded, looked_
 from autockpt.modules.spans import copied_bytes, regions_of, with_spans
 from autockpt.pipeline import (
     PLANNING,
-    ForwardError,
     Known,
     enough_memory,
     lower_step,

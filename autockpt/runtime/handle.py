@@ -17,12 +17,18 @@ from autockpt.capture.guards import GuardMiss
 from autockpt.capture.paths import forward_of
 from autockpt.capture.restore import RandomState
 from autockpt.capture.untouched import Untouched
-from autockpt.errors import CaptureError, FallbackWarning, InfeasibleError, ProfileError
+from autockpt.errors import (
+    CaptureError,
+    FallbackWarning,
+    ForwardError,
+    InfeasibleError,
+    ProfileError,
+)
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install, mark, uninstall
 from autockpt.modules.sharding import is_sharded, refuse_sharded, refuse_spread
 from autockpt.modules.step import plan_modules
-from autockpt.pipeline import ForwardError, Known, plan_step
+from autockpt.pipeline import Known, plan_step
 from autockpt.reports.report import Report
 from autockpt.runtime.bypass import originals
 from autockpt.runtime.entry import Entry

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt import pipeline
-from autockpt.errors import BudgetError, CaptureError, InfeasibleError, PlanError, ProfileError
-from autockpt.pipeline import ForwardError
+from autockpt.errors import (
+    BudgetError,
+    CaptureError,
+    ForwardError,
+    InfeasibleError,
+    PlanError,
+    ProfileError,
+)
 from autockpt.settings import MARGIN_BYTES, Settings, budget_for, margin_bytes
 from solvers import Plan, least_peak
 from tests.autockpt.test_runtime import Net, assert_alike, batch

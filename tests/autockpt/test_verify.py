@@ -246,3 +246,12 @@ def test_arguments_that_are_none_are_named() -> None:
         autockpt.measure(model, (x,), gradients="foo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="repeats=0"):
         autockpt.measure(model, (x,), repeats=0)
+
+
+def test_an_optimized_model_is_not_taken_for_the_plain_one() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 8)
+    planned = autockpt.optimize(model, (x,), loss=torch.sum, memory_budget="100%")
+    with pytest.raises(TypeError, match=r"a Sequential that optimize returned as the plain model"):
+        verify(planned, model, (x,), loss=torch.sum)
+    assert verify(model, planned, (x,), loss=torch.sum)
