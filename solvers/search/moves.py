@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from solvers.judge.keeping import keeps_in_step
+from solvers.judge.prologue import unmade_views
 from solvers.judge.replay import Replay
 from solvers.plan import Region
 from solvers.search.keeping_search import worth_keeping
+from solvers.search.slices import slices_of
 
 _STEPS = (1, 2, 3)
 # What a region keeps of what it takes in: as much as pays at these rates.
@@ -51,11 +53,11 @@ def changes(
         yield Change(k, 1)
         for region in _moved(replay, regions[k], low, high):
             yield Change(k, 1, (region,))
-            kept = tuple(i for i in regions[k].kept if region.start <= i < region.stop)
-            same = replace(region, kept=kept)
-            if keeping and kept and keeps_in_step(same, replay.problem):
+            same = _carried(regions[k], region)
+            if keeping and same != region and keeps_in_step(same, replay.problem):
                 yield Change(k, 1, (same,))
         if keeping:
+            yield from (Change(k, 1, (region,)) for region in _prologued(replay, regions[k]))
             yield from (Change(k, 1, (region,)) for region in _keeping(replay, regions[k]))
             yield from _grown(replay, regions, k, low, high)
         yield from _joints(replay, regions, k)
@@ -81,6 +83,31 @@ def _keeping(replay: Replay, region: Region) -> Iterator[Region]:
         if together and together <= replay.keepable:
             kept = set(region.kept) ^ together
             yield replace(region, kept=tuple(sorted(kept)))
+
+
+def _carried(old: Region, new: Region) -> Region:
+    """Return a region with other edges that keeps and makes again what it did, as far as it can."""
+    kept = tuple(i for i in old.kept if new.start <= i < new.stop)
+    prologue = old.prologue if not old.prologue or old.prologue[-1] < new.start else ()
+    return replace(new, kept=kept, prologue=prologue)
+
+
+def _prologued(replay: Replay, region: Region) -> Iterator[Region]:
+    """Yield the region making one input more again, or one less."""
+    problem = replay.problem
+    slices = slices_of(replay)
+    read = {s for i in range(region.start, region.stop) for s in replay.graph.reads[i]}
+    read |= {s for i in region.prologue for s in replay.graph.reads[i]}
+    for storage in sorted(read & slices.keys()):
+        made = slices[storage].ops
+        if max(made) >= region.start:
+            continue
+        again = frozenset(region.prologue)
+        again = again - made if made <= again else again | made
+        other = replace(region, prologue=tuple(sorted(again)))
+        inside = (*other.prologue, *range(region.start, region.stop))
+        if not any(unmade_views(other, problem, i) for i in inside):
+            yield other
 
 
 def _grown(

@@ -8,17 +8,16 @@ region has to start before ``f``, and to run ``h`` again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from solvers.judge.graph import defining_ops
-from solvers.judge.prologue import reads_inside_others, repeatable_ops, unmade_views
+from solvers.judge.prologue import reads_inside_others, unmade_views
 from solvers.judge.replay import Replay
 from solvers.plan import Region
 from solvers.problem import Problem
 from solvers.search.interval_search import IntervalSearch, Segment, needs_of
+from solvers.search.slices import Slice, slices_of
 
-_SLICE_OPS = 6
 _BEFORE = 12
 _AFTER = 3
 
@@ -56,31 +55,19 @@ def without_vain_prologues(problem: Problem, regions: tuple[Region, ...]) -> tup
     return regions
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """How a storage is made again: ops, and the storages that they read."""
-
-    ops: frozenset[int]
-    leaves: frozenset[int]
-
-
 @dataclass(slots=True)
 class _Offers:
     search: IntervalSearch
     joined: bool
     replay: Replay = field(init=False)
-    definers: list[int] = field(init=False)
-    allowed: frozenset[int] = field(init=False)
     saver: dict[int, int] = field(init=False)
     first: dict[int, int] = field(init=False)
     last: dict[int, int] = field(init=False)
-    slices: dict[int, _Slice] = field(init=False)
+    slices: Mapping[int, Slice] = field(init=False)
 
     def __post_init__(self) -> None:
         self.replay = self.search.replay
         graph = self.replay.graph
-        self.definers = defining_ops(self.replay.problem)
-        self.allowed = repeatable_ops(self.replay.problem)
         self.saver, self.first, self.last = {}, {}, {}
         for i in range(graph.size):
             for s in graph.reads[i]:
@@ -89,48 +76,7 @@ class _Offers:
             if graph.release[i] is not None:
                 for s in graph.saved[i]:
                     self.saver.setdefault(s, i)
-        self.slices = {}
-        for s in range(len(graph.nbytes)):
-            made = self._slice(s)
-            if made is not None:
-                self.slices[s] = made
-
-    def _slice(self, storage: int) -> _Slice | None:
-        """Return how to make a storage again, if that is cheap and may save keeping it."""
-        replay, graph = self.replay, self.replay.graph
-        producer = graph.producer[storage]
-        if producer < 0 or storage in graph.outputs or storage not in self.first:
-            return None
-        # What is read at once is inside the region that reads it.
-        if self.last[storage] - producer < 2:
-            return None
-        made = self._ops_behind(producer)
-        if made is None:
-            return None
-        room = replay.price(())[0] - replay.bases[0]
-        cost = sum(replay.problem.ops[i].cost for i in made.ops)
-        return made if cost * room <= graph.nbytes[storage] * replay.forward_cost else None
-
-    def _ops_behind(self, producer: int) -> _Slice | None:
-        """Return an op with those that take the views that it reads, if all may run again."""
-        problem, graph = self.replay.problem, self.replay.graph
-        ops: set[int] = set()
-        leaves: set[int] = set()
-        pending = [producer]
-        while pending:
-            i = pending.pop()
-            if i not in self.allowed or len(ops) == _SLICE_OPS:
-                return None
-            ops.add(i)
-            for v in problem.ops[i].inputs:
-                s = problem.values[v].storage
-                if graph.producer[s] < 0:
-                    continue
-                if graph.producer[s] != self.definers[v]:
-                    pending.append(self.definers[v])
-                else:
-                    leaves.add(s)
-        return _Slice(frozenset(ops), frozenset(leaves))
+        self.slices = slices_of(self.replay)
 
     def runs(self, storage: int) -> Iterator[tuple[int, int]]:
         """Yield the runs that may be a region which makes a storage again."""

@@ -48,6 +48,19 @@ def test_every_change_is_a_plan_and_priced_as_it_says(problem):
         assert simulate(problem, plan).recompute_cost == cost + change.dearer(replay, regions)
 
 
+def test_changes_make_inputs_again_and_no_more():
+    problem = gelu_blocks(blocks=3)
+    replay = replay_of(problem)
+    regions = regions_of(problem, 0.75)
+    made = [c for c in changes(replay, regions, keeping=True) if any(r.prologue for r in c.others)]
+    assert made
+    for change in made:
+        check_plan(Plan(regions=change.made(regions)), problem)
+        with_prologue = change.made(regions)
+        back = [c.made(with_prologue) for c in changes(replay, with_prologue, keeping=True)]
+        assert regions in back
+
+
 @pytest.mark.parametrize("search", [improve, exchanged])
 @pytest.mark.parametrize("share", [0.7, 0.5])
 def test_never_dearer_never_over(problem, search, share):
