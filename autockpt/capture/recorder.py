@@ -19,7 +19,7 @@ from autockpt.capture.paths import forward_of
 from autockpt.capture.refusals import drop, gone, refuse_modes, refuse_modules
 from autockpt.capture.restore import Trace, untraced
 from autockpt.capture.stream import Stream
-from autockpt.capture.tree import Template
+from autockpt.capture.tree import Template, held_by
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -95,6 +95,16 @@ def record(
     return found
 
 
+def _refuse_hidden(template: Template, stream: Stream) -> None:
+    """Raise if the output holds a tensor of this step where it cannot be put anew at each call."""
+    for value in template.opaque:
+        if any(map(stream.is_of_step, held_by(value))):
+            raise stream.refuse(
+                f"a {type(value).__name__} holds a tensor of this step, and cannot be rebuilt",
+                "Return it in a tuple, list, dict or dataclass.",
+            )
+
+
 def _record(
     model: torch.nn.Module,
     args: Sequence[Any],
@@ -114,6 +124,7 @@ def _record(
         stream.returned = type(output).__name__
         recorder.paused += 1
         template, tensors = Template.describe(output)
+        _refuse_hidden(template, stream)
         nodes = tuple(map(stream.node_of, tensors))
         recorder.paused -= 1
         stream.stage = "loss"

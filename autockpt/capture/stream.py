@@ -238,6 +238,11 @@ class Stream:
             self._nodes[tensor] = node
         return node
 
+    def is_of_step(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument of this step, or made by a call of it."""
+        node = self._nodes.get(tensor)
+        return node is not None and node.meta.get("kind") != "closure"
+
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor comes from constants and the module alone: no input, no draw."""
         node = self._nodes.get(tensor)

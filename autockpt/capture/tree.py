@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autockpt.capture.paths import (
+    CONTAINERS,
     Path,
     children,
     fields_of,
@@ -226,9 +230,13 @@ class Template:
     ----------
     count : int
         How many tensors `build` takes.
+    opaque : tuple of object
+        What `build` passes on without having looked into it: functions, sets, views of dicts,
+        iterators. What tensors they hold is for `held_by` to find.
     """
 
     count: int
+    opaque: tuple[Any, ...] = field(default=(), repr=False)
     _spec: Any = field(repr=False)
 
     @classmethod
@@ -250,7 +258,8 @@ class Template:
         """
         describer = _Describer()
         spec = describer.visit(output, 0)
-        return cls(count=len(describer.tensors), _spec=spec), tuple(describer.tensors)
+        template = cls(count=len(describer.tensors), opaque=tuple(describer.opaque), _spec=spec)
+        return template, tuple(describer.tensors)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Make a fresh output of the same type and structure from `tensors`."""
@@ -259,11 +268,34 @@ class Template:
         return self._spec.build(tensors, {})
 
 
+# Held by nothing, or looked at elsewhere.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+_APART = (*_PLAIN, torch.nn.Module, types.ModuleType, types.CodeType)
+
+
+def held_by(value: Any) -> Iterator[torch.Tensor]:
+    """Walk the tensors that an object refers to by any way, modules and globals aside."""
+    pending, seen = [value], set()
+    while pending:
+        found = pending.pop()
+        if isinstance(found, torch.Tensor):
+            yield found
+        if id(found) in seen or isinstance(found, (torch.Tensor, *_APART)):
+            continue
+        seen.add(id(found))
+        if isinstance(found, types.FunctionType):
+            pending += [found.__closure__, found.__defaults__, found.__kwdefaults__]
+        else:
+            pending += gc.get_referents(found)
+
+
 class _Describer:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.indices: dict[int, int] = {}
         self.slots: dict[int, int] = {}
+        self.opaque: list[Any] = []
+        self._numbers = itertools.count()
 
     def visit(self, value: Any, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -272,14 +304,21 @@ class _Describer:
                 self.tensors.append(value)
             return _Leaf(self.indices[id(value)])
         if depth > 12 or (is_atom(value) and not isinstance(value, (tuple, list, dict))):
-            return _Constant(value)
+            return self._constant(value)
         if id(value) in self.slots:
             return _Again(self.slots[id(value)])
-        slot = self.slots[id(value)] = len(self.slots)
+        slot = self.slots[id(value)] = next(self._numbers)
         spec = self._container(value, slot, depth + 1)
         if not _holds_tensor(spec) and not isinstance(value, (list, dict)):
-            return _Constant(value)
+            # Neither it nor what is in it will be made: nothing can be it again.
+            self.slots = {key: made for key, made in self.slots.items() if made < slot}
+            return self._constant(value)
         return spec
+
+    def _constant(self, value: Any) -> _Constant:
+        if not isinstance(value, _PLAIN):
+            self.opaque.append(value)
+        return _Constant(value)
 
     def _container(self, value: Any, slot: int, depth: int) -> Any:
         cls = type(value)
@@ -292,7 +331,10 @@ class _Describer:
         elif isinstance(value, dict):
             pairs = list(dict.items(value))
             mapping = tuple((key, self.visit(item, depth)) for key, item in pairs)
-        elif children(value, objects=False) and any(tensors_within(value, objects=True)):
+            self.opaque += [key for key, _ in pairs if not isinstance(key, _PLAIN)]
+        elif (children(value, objects=False) or isinstance(value, CONTAINERS)) and any(
+            tensors_within(value, objects=True)
+        ):
             raise CaptureError(
                 f"The output holds tensors in a {cls.__name__}, which cannot be rebuilt. "
                 "Return them in a tuple, list, dict or dataclass."
