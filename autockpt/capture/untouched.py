@@ -98,10 +98,13 @@ class _Seen:
                 self._add(value, apart)
         self._versions = list(map(dict_version, self._dicts))
         self._items = list(map(_items, self._others))
-        self._tensors = list(map(weakref.ref, tensors.values()))
-        self._layouts = TensorGuards(
-            *tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
+        # Torch's guard asks for strides, which other layouts answer by ending the process.
+        strided = [t for t in tensors.values() if t.layout is torch.strided]
+        self._tensors = list(map(weakref.ref, strided))
+        self._layouts = TensorGuards(*strided, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        sparse = [t for t in tensors.values() if t.layout is not torch.strided]
+        self._sparse = list(map(weakref.ref, sparse))
+        self._looks = list(map(_look, self._sparse))
 
     def _add(self, value: Any, apart: set[int]) -> None:
         kind = type(value)
@@ -134,7 +137,17 @@ class _Seen:
             return False
         if list(map(_items, self._others)) != self._items:
             return False
+        if list(map(_look, self._sparse)) != self._looks:
+            return False
         return bool(self._layouts.check(*[reference() for reference in self._tensors]))
+
+
+def _look(reference: weakref.ref[torch.Tensor]) -> tuple[Any, ...]:
+    """Give what a key compares of a tensor that has no strides."""
+    tensor = reference()
+    if tensor is None:
+        return ()
+    return type(tensor), tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _globals() -> list[Any]:
