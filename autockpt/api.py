@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autockpt.batch import checked_batch
+from autockpt.before_guards import with_copies
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
@@ -200,6 +201,7 @@ def minimum_budget(
     batch = checked_batch(args, kwargs)
     clone = release(clone_module(model))
     capture, problem = lower_either(clone, *batch, loss, emit, cost)
+    problem = with_copies(capture, problem)
     plan = least_peak(problem)
     least_peak_bytes = simulate(problem, plan).peak_bytes
     nbytes = budget_for(least_peak_bytes, problem.fixed_bytes, reserve)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autockpt.before_guards import with_copies
 from autockpt.capture import Capture, Recorded, record
 from autockpt.capture.check import check
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget
@@ -127,6 +128,7 @@ def plan_step(
     device = device_of(model, capture.inputs.tensors(args, kwargs))
     problem = lower(capture, profiled)
     plain = simulate(problem, Plan())
+    problem = with_copies(capture, problem)
     buckets = bucket_bytes(model)
     budget = resolve_budget(settings, problem, plain, buckets)
     settings = replace(settings, reserve=settings.reserve + buckets)

@@ -213,6 +213,9 @@ class Problem:
     number_bytes : int
         Python numbers that autograd has saved beside tensors. Hooks do not see them, so no
         region lets go of them: they are counted as if they were there all along.
+    forward_bytes : int
+        What is held beside all else from the beginning of forward to its end: copies of what
+        it writes before it is known whether the recorded branch is the one to take.
     forward_held : tuple of int
         Storages that live to the end of forward whoever reads them: autocast's copies of
         weights. A replay that makes them again holds them to its own end.
@@ -241,6 +244,7 @@ class Problem:
     batch_bytes: int = 0
     gradient_bytes: int = 0
     number_bytes: int = 0
+    forward_bytes: int = 0
     forward_held: tuple[int, ...] = ()
     random_state_bytes: int = 0
     region_cost: int = 0

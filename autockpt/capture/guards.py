@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 from torch._compile import _disable_dynamo
 
 
@@ -33,6 +34,11 @@ class GuardMiss(Exception):
         self.kind = kind
         self.value = value
         self.expected = expected
+
+
+def is_guard(node: fx.Node) -> bool:
+    """Tell whether a node asks a tensor for a value that the forward depends on."""
+    return node.op == "call_function" and node.target is expect
 
 
 # A compiler would break the graph in here, and in each frame around it: so it does it once.

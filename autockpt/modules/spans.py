@@ -9,12 +9,12 @@ from torch import fx, nn
 
 from autockpt.capture import Capture
 from autockpt.capture.calls import STATISTICS
+from autockpt.capture.guards import is_guard
 from autockpt.lower import op_nodes
 from autockpt.modules.observe import Observation
 from autockpt.modules.rehearsal import neighbour
 from autockpt.modules.run import Regions
 from autockpt.modules.state import Effects
-from autockpt.rewrite import is_guard
 from solvers.plan import Plan
 from solvers.problem import Problem, Span
 

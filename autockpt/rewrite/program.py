@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from autockpt.capture.ambient import default_dtype
 from autockpt.capture.captured import Capture
-from autockpt.capture.guards import expect
+from autockpt.capture.guards import expect, is_guard
 from autockpt.capture.mask_parts import SHOWN
 from autockpt.regions.checkpointed import checkpointed
 from autockpt.regions.guarded import Facts
@@ -230,11 +230,6 @@ def _reader(
     exec("def read(self):\n" + "".join(f"    {line}\n" for line in body), renderer.namespace, made)
     read: Callable[[nn.Module], tuple[torch.Tensor, ...]] = made["read"]
     return read
-
-
-def is_guard(node: fx.Node) -> bool:
-    """Tell whether a node asks a tensor for a value that the forward depends on."""
-    return node.op == "call_function" and node.target is expect
 
 
 def _model_outputs(graph: fx.Graph) -> tuple[Any, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._compile import _disable_dynamo
 
+from autockpt.before_guards import written_before_guards
 from autockpt.capture.calls import version
 from autockpt.capture.guards import GuardMiss
 from autockpt.capture.paths import read_path
@@ -17,7 +18,6 @@ from autockpt.capture.restore import put_back
 from autockpt.lower import op_nodes
 from autockpt.modules.compiled import Compiled
 from autockpt.pipeline import Step
-from autockpt.rewrite import is_guard
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +33,11 @@ class Entry:
 
     step: Step
     compiled: Compiled = field(init=False)
-    _writes_before_guard: bool = field(init=False)
+    _written: tuple[fx.Node, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._writes_before_guard = writes_before_guard(self.step)
+        nodes = op_nodes(self.step.capture.graph)
+        self._written = written_before_guards(nodes, self.step.problem)
         self.compiled = Compiled(self.step.capture, self.step.problem, self.step.plan)
 
     @_disable_dynamo(recursive=False)
@@ -66,8 +67,12 @@ class Entry:
         tensors = self.step.capture.inputs.tensors(args, kwargs)
         if not self.step.program.has_guards:
             return tensors, None
-        writes = self.step.capture.writes if self._writes_before_guard else None
-        return tensors, _Before.of(module, tensors, writes)
+        placeholders = (n for n in self.step.capture.graph.nodes if n.op == "placeholder")
+        given = dict(zip(placeholders, tensors, strict=True)) if self._written else {}
+        return tensors, _Before.of(
+            given[node] if node in given else read_path(module, str(node.target))
+            for node in self._written
+        )
 
     @_disable_dynamo
     def _end(self, module: nn.Module, outputs: tuple[Any, ...]) -> Any:
@@ -94,13 +99,7 @@ class _Before:
     device_random: dict[int, torch.Tensor]
 
     @classmethod
-    def of(
-        cls, module: nn.Module, inputs: Sequence[torch.Tensor], writes: Sequence[str] | None
-    ) -> _Before:
-        written: list[torch.Tensor] = []
-        if writes is not None:
-            others = (read_path(module, target) for target in writes)
-            written = [*module.buffers(), *others, *inputs]
+    def of(cls, written: Iterable[torch.Tensor]) -> _Before:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         return cls(
             tensors=tuple((t, t.detach().clone(), version(t)) for t in written),
@@ -116,17 +115,3 @@ class _Before:
             for tensor, value, number in self.tensors:
                 if tensor.is_leaf or not tensor.requires_grad:
                     put_back(tensor, value, number)
-
-
-def writes_before_guard(step: Step) -> bool:
-    """Tell whether an op before the last guard writes what was there before the step."""
-    nodes = op_nodes(step.capture.graph)
-    last = max((i for i, node in enumerate(nodes) if is_guard(node)), default=-1)
-    problem = step.problem
-    for index, node in enumerate(nodes[: last + 1]):
-        if not node.meta.get("writes"):
-            continue
-        storages = (problem.values[value].storage for value in problem.ops[index].inputs)
-        if any(problem.storages[storage].producer is None for storage in storages):
-            return True
-    return False

@@ -19,12 +19,12 @@ from solvers.plan import Plan
 from solvers.prediction import Phase
 from solvers.problem import Problem
 
-Why = Literal["saved", "region input", "recomputed", "output", "in use", "random state"]
+Why = Literal["saved", "region input", "recomputed", "output", "in use", "random state", "copy"]
 """Why a storage is alive.
 
 Saved by autograd for an op's backward; kept as the input of a region; made again by the
 replay of a region; held by the caller; read again later in the same pass; the state of the
-random generator that a region keeps.
+random generator that a region keeps; copies of what is written, see ``Problem.forward_bytes``.
 """
 
 Reason = tuple[Why, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Held:
     Attributes
     ----------
     storage : int or None
-        Its number in the problem; None for a random state.
+        Its number in the problem; None for a random state and for copies.
     nbytes : int
     why : str
         The strongest reason, in the order of ``Why``.
@@ -210,6 +210,8 @@ class _Instant:
                 why = "in use"  # whoever will keep it has not run yet
             if s in reasons or max(graph.last_use[s], ends.get(s, -1)) >= op:
                 yield Held(storage=s, nbytes=graph.nbytes[s], why=why, by=by)
+        if self.problem.forward_bytes:
+            yield Held(storage=None, nbytes=self.problem.forward_bytes, why="copy")
         for frame in self._random_frames():
             end = graph.size
             if frame.release is None:

@@ -73,7 +73,7 @@ class Replay:
             if producer >= 0:
                 changes[producer] += self.graph.nbytes[s]
                 changes[self.graph.last_use[s] + 1] -= self.graph.nbytes[s]
-        return np.cumsum(changes)[: self.graph.size]
+        return np.cumsum(changes)[: self.graph.size] + self.problem.forward_bytes
 
     def _saved_pairs(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
         """Return (op, storage, release) of everything saved that outlives forward."""

@@ -136,7 +136,8 @@ def _window(
     outputs_before = np.zeros(replay.graph.size + 1, np.int64)
     held = storages.producer[storages.output] + 1
     np.add.at(outputs_before, held, storages.nbytes[storages.output])
-    base = max(replay.bases) + np.cumsum(outputs_before)[low : high + 1, None]
+    there = max(replay.bases) + replay.problem.forward_bytes
+    base = there + np.cumsum(outputs_before)[low : high + 1, None]
     dropped = np.append(replay.dropped[low:high], 0)
     region_forward = _shifted(_running_max(forward[:, : size + 1] + dropped) + base)
     region_needs, region_cost, packs = _regions(replay, alive, backward, low, outputs_bytes)

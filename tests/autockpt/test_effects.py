@@ -272,3 +272,44 @@ def test_backward_hooks_of_the_old_kind_are_refused() -> None:
     model[0].register_backward_hook(lambda *_: None)
     with pytest.raises(CaptureError, match="register_full_backward_hook"):
         planned(model)
+
+
+class Bank(nn.Module):
+    """Writes a memory bank, and Python asks for a value after that: both may have to be undone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(8)
+        )
+        self.register_buffer("bank", torch.zeros(512, 64))
+        self.register_buffer("other", torch.zeros(4096, 64))
+        self.register_buffer("place", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.bank[:32].copy_(x[:32])
+        for layer in self.layers:
+            x = layer(x)
+        if int(self.place) < 2:
+            return x.mean()
+        return (x @ self.bank.t()).mean()
+
+
+def test_copies_of_what_is_written_before_a_guard_count() -> None:
+    torch.manual_seed(0)
+    plain, x = Bank(), torch.randn(512, 64)
+    ours = autockpt.optimize(copy.deepcopy(plain), (x,), memory_budget="70%", cost="roofline")
+    report = ours.autockpt.report
+    random_bytes = torch.get_rng_state().nbytes
+    assert ours.autockpt.problem.forward_bytes == plain.bank.nbytes + random_bytes
+    assert report.plain_peak_bytes == autockpt.measure(plain, (x,)).peak_bytes
+    measured = autockpt.measure(ours, (x,)).peak_bytes
+    assert measured <= report.budget_bytes
+    assert measured == report.peak_bytes
+    for place in range(4):
+        for model in (plain, ours):
+            model.place.fill_(place)
+        x = torch.randn(512, 64)
+        assert torch.equal(ours(x), plain(x))
+        assert torch.equal(ours.bank, plain.bank)

@@ -310,13 +310,14 @@ class Runtime:
     def step(self, plan):
         problem = self.problem
         self.meter.level = problem.parameter_bytes + problem.buffer_bytes + problem.batch_bytes
-        self.meter.level += problem.number_bytes
+        self.meter.level += problem.number_bytes + problem.forward_bytes
         if not self.fresh:
             self.meter.level += problem.gradient_bytes
         self.regions = plan.regions
         env = {}
         size = len(problem.ops)
         self.run_scope(0, size, plan.regions, env, {*problem.outputs, problem.loss})
+        self.meter.level -= problem.forward_bytes
         self.backward(env[problem.loss].node)
         return self
 

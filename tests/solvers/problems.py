@@ -95,6 +95,7 @@ def problems(draw, max_ops=8):
         random_state_bytes=draw(st.sampled_from([0, 3])),
         region_cost=draw(SIZES),
         number_bytes=draw(st.sampled_from([0, 8])),
+        forward_bytes=draw(st.sampled_from([0, 0, 20])),
     )
 
 
