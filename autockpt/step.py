@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autockpt.batch import checked_batch
 from autockpt.capture import Template
@@ -18,10 +17,11 @@ from autockpt.capture.calls import version
 from autockpt.capture.externals import attribute_generators
 from autockpt.capture.losses import default_loss
 from autockpt.capture.paths import tensors_within
-from autockpt.capture.restore import put_back
+from autockpt.capture.restore import put_back, write_back
 from autockpt.errors import ProfileError
 from autockpt.meters import CpuMeter, Meter, collector_off, meter
 from autockpt.profiler import device_of, fixed_bytes
+from autockpt.profiler.tensors import distinct
 from autockpt.units import format_bytes
 
 Loss = Callable[[Any], torch.Tensor]
@@ -138,7 +138,7 @@ def measure(
         raise ValueError(f"gradients={gradients!r} is neither 'resident' nor 'fresh'.")
     if repeats < 1:
         raise ValueError(f"repeats={repeats!r}: at least one step has to be timed.")
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = distinct(tensor for _, tensor in tensors_within(batch, objects=True))
     device = device_of(model, tensors)
     step = _Step(model, *batch, loss)
     with undone(model, tensors), rewritten(batch) as put_back_batch:
@@ -263,6 +263,6 @@ def undone(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                 leaf.grad = gradient
             with torch.no_grad():
                 for buffer, before in buffers:
-                    buffer.copy_(before)
+                    write_back(buffer, before)
             for generator, state in states:
                 generator.set_state(state)

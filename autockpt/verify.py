@@ -18,6 +18,7 @@ from autockpt.batch import checked_batch
 from autockpt.capture.calls import version
 from autockpt.capture.externals import attribute_generators
 from autockpt.capture.paths import format_steps, tensors_within
+from autockpt.capture.restore import write_back
 from autockpt.reports.tables import to_text
 from autockpt.step import Loss, loss_of, measure
 from autockpt.units import format_bytes
@@ -344,7 +345,7 @@ def _restored(
             for tensor, copy in copies:
                 # Untouched ones are left alone: a write would bump their version counters.
                 if not same_bits(tensor, copy):
-                    tensor.copy_(copy)
+                    write_back(tensor, copy)
         for generator, state in states:
             generator.set_state(state)
 

@@ -196,6 +196,14 @@ class Trace:
             generator.set_state(state)
 
 
+def write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    """Give a tensor its content back, without grad."""
+    if tensor.shape != copy.shape:
+        # Observers of quantization give their buffers a size in the first forward.
+        tensor.resize_(copy.shape)
+    tensor.detach().copy_(copy)
+
+
 def put_back(tensor: torch.Tensor, copy: torch.Tensor, version: int) -> None:
     """Give a tensor its content and its version counter back.
 
@@ -204,7 +212,7 @@ def put_back(tensor: torch.Tensor, copy: torch.Tensor, version: int) -> None:
     """
     # The version alone does not tell: batch_norm writes its statistics behind it.
     if tensor._version != version or not _same_elements(tensor, copy):
-        tensor.detach().copy_(copy)
+        write_back(tensor, copy)
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 

@@ -336,8 +336,8 @@ class _Describer:
             tensors_within(value, objects=True)
         ):
             raise CaptureError(
-                f"The output holds tensors in a {cls.__name__}, which cannot be rebuilt. "
-                "Return them in a tuple, list, dict or dataclass."
+                f"A {cls.__name__} holds tensors, and cannot be rebuilt around others. "
+                f"Hand them over in a tuple, list, dict or dataclass."
             )
         # In the order of `_Container.build`: what is met again must have been made by then.
         state = fields_of(value)

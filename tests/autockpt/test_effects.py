@@ -313,3 +313,29 @@ def test_copies_of_what_is_written_before_a_guard_count() -> None:
         x = torch.randn(512, 64)
         assert torch.equal(ours(x), plain(x))
         assert torch.equal(ours.bank, plain.bank)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
+def test_buffers_that_the_first_forward_gives_a_size() -> None:
+    from torch.ao import quantization
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]
+        stubs = quantization.QuantStub(), quantization.DeQuantStub()
+        model = nn.Sequential(stubs[0], *layers, stubs[1]).train()
+        model.qconfig = quantization.get_default_qat_qconfig("x86")
+        return cast(nn.Module, quantization.prepare_qat(model))
+
+    plain, given, x = made(), made(), torch.randn(256, 32)
+    sizes = {name: buffer.shape for name, buffer in given.named_buffers()}
+    ours = autockpt.optimize(given, (x,), memory_budget="80%", cost="roofline", loss=torch.sum)
+    assert {name: buffer.shape for name, buffer in given.named_buffers()} == sizes
+    assert autockpt.verify(plain, ours, (x,), loss=torch.sum)
+    for _ in range(3):
+        for model in (plain, ours):
+            model(x).sum().backward()
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        assert all(equal(p.grad, q.grad) for p, q in pairs)
+        assert all(map(equal, plain.buffers(), ours.buffers()))

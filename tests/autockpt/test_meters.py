@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
+import autockpt
 from autockpt.errors import ProfileError
 from autockpt.meters import meter
 
@@ -62,3 +65,24 @@ def test_nothing_is_written_to_stderr() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stderr == ""
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+def test_a_batch_in_an_object_counts() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return self.layers(batch.x).square().mean()
+
+    model, batch = Net(), Batch(torch.randn(64, 16))
+    planned = autockpt.optimize(model, (batch,), memory_budget="100%")
+    seen = autockpt.verify(model, planned, (batch,))
+    assert seen.fixed_bytes == planned.autockpt.report.fixed_bytes
+    assert seen.peak_bytes == seen.predicted_peak_bytes
