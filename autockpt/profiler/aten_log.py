@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from autockpt.profiler.tensors import overlap
+
 _ATEN = torch.ops.aten
 # Arguments whose zero (or False) switches a random op's draws off.
 _SWITCHES = ("dropout_p", "p", "dropout", "train", "training")
@@ -64,8 +66,8 @@ class AtenLog(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self.packed and func._schema.is_mutable:
-            written = {t.untyped_storage()._cdata for t in _written(func, args, kwargs)}
-            self.filled += [t for t in self.packed if t.untyped_storage()._cdata in written]
+            written = list(_written(func, args, kwargs))
+            self.filled += [t for t in self.packed if any(overlap(t, w) for w in written)]
         if _draws(func, args, kwargs):
             self.random = True
         if func is _ATEN._to_copy.default:

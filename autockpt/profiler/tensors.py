@@ -35,6 +35,23 @@ def settled(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(step if size > 1 else 0 for size, step in zip(shape, strides, strict=True))
 
 
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors share an element, and not only a storage."""
+    if storage_of(first) != storage_of(second):
+        return False
+    tensors = (first, second)
+    if first.dtype != second.dtype or not all(tensor.numel() for tensor in tensors):
+        return all(tensor.numel() for tensor in tensors)
+    ends = [
+        1 + t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        for t in tensors
+    ]
+    touched = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    views = [touched.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors of a nested result or argument, in order, repeats included."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

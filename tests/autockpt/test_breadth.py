@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autockpt
 from autockpt import CaptureError
+from autockpt.profiler.tensors import overlap
 from benchmarks.trial import SOLVERS, Subject, Trial, attempt
 
 WIDTH = 32
@@ -110,6 +111,46 @@ def _noisy() -> nn.Module:
 @pytest.mark.parametrize("emit", ["graph", "modules"])
 def test_what_is_packed_before_it_is_filled_does_not_run_again(name: str, emit: str) -> None:
     assert _tried(_noisy(), solver=SOLVERS[name], emit=emit).kind == emit
+
+
+class Unrolled(nn.Module):
+    """Cells, which write their gates in place beside what they have packed."""
+
+    def __init__(self, cell: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell, self.head = cell(32, 32), nn.Linear(32, 32)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 32)
+        carried: Any = (state, state) if isinstance(self.cell, nn.LSTMCell) else state
+        loss = x.new_zeros(())
+        for step in x.unbind(1):
+            carried = self.cell(step, carried)
+            state = carried[0] if isinstance(carried, tuple) else carried
+            loss = loss + torch.tanh(self.head(state)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells_run_again(cell: type[nn.RNNCellBase]) -> None:
+    torch.manual_seed(0)
+    model, x = Unrolled(cell), torch.randn(64, 12, 32)
+    planned = autockpt.optimize(model, (x,), memory_budget="50%", cost="roofline", emit="graph")
+    assert planned.autockpt.report.recompute_cost > 0
+    assert autockpt.verify(model, planned, (x,))
+
+
+def test_tensors_overlap_where_they_share_an_element() -> None:
+    whole = torch.zeros(4, 6)
+    left, right = whole.chunk(2, dim=1)
+    assert not overlap(left, right)
+    assert not overlap(whole[:, ::2], whole[:, 1::2])
+    assert not overlap(left, torch.zeros(4, 3))
+    assert not overlap(whole[:0], whole)
+    assert overlap(left, whole)
+    assert overlap(whole[1:3], whole[2:])
+    assert overlap(whole.t(), right)
+    assert overlap(whole.view(torch.int32), right)
 
 
 class Statistics(Base):
