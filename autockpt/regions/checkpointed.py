@@ -159,12 +159,13 @@ class _Call:
         try:
             with random, self._modes.again(), self._unchanged, torch.enable_grad():
                 self._run_again(replay, arguments)
-        except RecomputationError:
+            self._check(replay)
+        except BaseException as error:
+            # The graph may live on, and nobody will ask for the rest.
+            replay.take_back()
+            if not isinstance(error, RecomputationError):
+                note_region(error, self._unchanged.region)
             raise
-        except Exception as error:
-            note_region(error, self._unchanged.region)
-            raise
-        self._check(replay)
         self._ran.add(key)
 
     def _run_again(self, replay: _Replay, arguments: Sequence[Any]) -> None:
@@ -223,6 +224,13 @@ class _Replay:
         if self.count == len(self._tickets):
             raise _Done
         return tensor
+
+    def take_back(self) -> None:
+        """Let go of what was handed over."""
+        for number, _ in self.forms:
+            ticket = self._tickets[number]()
+            if ticket is not None:
+                ticket.made.pop(self._key, None)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,6 @@ def differs(region: str, how: str, causes: str) -> RecomputationError:
     )
 
 
-def note_region(error: Exception, region: str) -> None:
+def note_region(error: BaseException, region: str) -> None:
     """Say in which region an error was raised."""
     error.add_note(f"Raised by {region.rstrip(',')}, which runs again in backward.")

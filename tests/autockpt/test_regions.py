@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -235,3 +236,39 @@ def test_hooks_of_the_caller_may_give_arguments_back_in_another_layout():
     real.loss(real.model(*real.args)).backward()
     for gradient, p in zip(found, real.model.parameters(), strict=True):
         assert equal(gradient, p.grad)
+
+
+class Failing(torch.autograd.Function):
+    """Fails when it is told to, as out of memory would."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        if Failing.fails:
+            raise MemoryError("there is none")
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x
+
+
+def test_a_recomputation_that_fails_holds_nothing(monkeypatch):
+    def held() -> int:
+        return sum(len(o.made) for o in gc.get_objects() if type(o) is regions._Ticket)
+
+    real = recorded(Net(Failing.apply))
+    emitted = in_one_region(real)
+    loss = emitted(*real.args).square().sum()
+    monkeypatch.setattr(Failing, "fails", True)
+    with pytest.raises(MemoryError, match="there is none") as caught:
+        loss.backward(retain_graph=True)
+    assert "which runs again in backward" in caught.value.__notes__[0]
+    del caught
+    assert held() == 0
+    monkeypatch.setattr(Failing, "fails", False)
+    loss.backward()
+    assert held() == 0
