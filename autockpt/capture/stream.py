@@ -109,8 +109,10 @@ class Stream:
         """Follow the path of modules; one that is not in the model counts as its caller's."""
         path = self._names.get(id(module))
         self.modules.append(self.module if path is None else path)
-        self._numbered.append(path is not None and not self.lenient)
-        if path is not None and not self.lenient:
+        # As in ``modules.run.Run``, calls without grad have no number.
+        numbered = path is not None and not self.lenient and torch.is_grad_enabled()
+        self._numbered.append(numbered)
+        if numbered and path is not None:
             number = self._counts[path]
             self._counts[path] += 1
             self.calls.append(len(self.called))

@@ -34,7 +34,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One call of a submodule.
+    """One call of a submodule with grad: without it nothing is held, and nothing runs again.
 
     Attributes
     ----------
@@ -74,13 +74,15 @@ class Observation:
     forbidden : mapping
         From the index of a call that must not run again to the reason.
     counts : mapping
-        How often each module was called.
+        How often each module was called with grad.
+    called : frozenset of str
+        Modules that were called one way or the other.
     python : bool
         Whether it drew from python's or numpy's generators.
     start : RandomState
         The random states that it found: those under which most modules were called.
     uncalled : bool
-        Whether a module was not called that has a neighbour in a list that was.
+        Whether a module was not called with grad that has a neighbour in a list that was.
     """
 
     capture: Capture
@@ -88,6 +90,7 @@ class Observation:
     calls: tuple[Call, ...]
     forbidden: Mapping[int, str]
     counts: Mapping[str, int]
+    called: frozenset[str]
     python: bool
     start: RandomState
     uncalled: bool
@@ -100,6 +103,7 @@ class _Observer:
         self.names = {id(module): name for name, module in root.named_modules()}
         self.calls: list[Call] = []
         self.counts: dict[str, int] = {}
+        self.called: set[str] = set()
         self._stream = stream
         self._watched = [(name, root.get_submodule(name)) for name in watched]
 
@@ -108,7 +112,9 @@ class _Observer:
     ) -> Any:
         """Run a submodule and write down that it was called, and what it changed."""
         path = self.names.get(id(module))
-        if path is None:
+        if path is not None:
+            self.called.add(path)
+        if path is None or not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
         call = Call(path=path, number=self.counts.get(path, 0))
         self.counts[path] = call.number + 1
@@ -228,6 +234,7 @@ def _observed(
         calls=tuple(observer.calls),
         forbidden={**_hooked(model, observer), **_gathering(model, observer), **stream.forbidden},
         counts=observer.counts,
+        called=frozenset(observer.called),
         python=rehearsal.python,
         start=rehearsal.start,
         uncalled=rehearsal.uncalled,

@@ -31,7 +31,7 @@ class Rehearsal:
     start, end : RandomState
         Random states around it.
     counts : dict of str to int
-        Calls by the path of the module.
+        Calls with grad by the path of the module.
     changed : tuple of str
         Modules whose attributes it changed.
     python : bool
@@ -49,7 +49,7 @@ class Rehearsal:
 
     @property
     def calls(self) -> int:
-        """Calls of modules."""
+        """Calls of modules with grad."""
         return sum(self.counts.values())
 
 
@@ -85,7 +85,7 @@ def fullest(
 
 
 class _Counter:
-    """The caller that counts."""
+    """The caller that counts what is called with grad."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
@@ -95,7 +95,7 @@ class _Counter:
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         path = self._names.get(id(module))
-        if path is not None:
+        if path is not None and torch.is_grad_enabled():
             self.counts[path] = self.counts.get(path, 0) + 1
         return forward(module, *args, **kwargs)
 

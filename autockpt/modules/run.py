@@ -78,11 +78,13 @@ class Run:
     ) -> Any:
         """Run a submodule, as a region if the plan says so."""
         path = self.names.get(id(module))
-        if path is None:
+        # A pass without grad (a teacher's, self-conditioning) comes and goes from step to step:
+        # the calls that hold something must have the same numbers with it and without.
+        if path is None or not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
         number = self.calls.get(path, 0)
         self.calls[path] = number + 1
-        if not (self.regions.holds(path, number) and torch.is_grad_enabled()):
+        if not self.regions.holds(path, number):
             return forward(module, *args, **kwargs)
         return self._region(path, module, forward, args, kwargs)
 

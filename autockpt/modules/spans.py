@@ -128,7 +128,7 @@ def _unseen_buffers(model: nn.Module, observed: Observation) -> list[str]:
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if path and path not in observed.counts
+        if path and path not in observed.called
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
