@@ -63,18 +63,18 @@ def choose_plan(
             f"buffers, batch). Reserve less or raise memory_budget."
         )
     # The plain step keeps no margin, as there is no plan that would need less.
-    target = whole - margin_bytes(budget.peak_bytes, problem.fixed_bytes)
+    target = room_bytes(budget, problem.fixed_bytes, settings.reserve)
     if given is not None:
         return _given(given, problem, budget, target if given.regions else whole)
     if plain.peak_bytes <= whole:
-        return _priced(Plan(solver="none", status="optimal"), problem, budget.peak_bytes)
+        return priced(Plan(solver="none", status="optimal"), problem, budget.peak_bytes)
     for plan in known:
         if plan.signature == problem.signature and _fits(plan, problem, target):
-            return _priced(plan, problem, target)
+            return priced(plan, problem, target)
 
     def solved(shared: Plan | None) -> Plan:
         if shared is not None and _fits(shared, problem, target):
-            return _priced(shared, problem, target)
+            return priced(shared, problem, target)
         return _solved(settings, problem, target)
 
     try:
@@ -83,6 +83,11 @@ def choose_plan(
         return agree(_question(settings, problem, plain, target), solved)
     except InfeasibleError as error:
         raise _with_margin(error, settings, problem, budget, plain) from error
+
+
+def room_bytes(budget: Budget, fixed_bytes: int, reserve: int) -> int:
+    """Give what the peak of a plan must not exceed: the budget less reserve and margin."""
+    return budget.peak_bytes - reserve - margin_bytes(budget.peak_bytes, fixed_bytes)
 
 
 def _question(settings: Settings, problem: Problem, plain: Prediction, target: int) -> str:
@@ -118,7 +123,7 @@ def _given(plan: Plan, problem: Problem, budget: Budget, target: int) -> Plan:
             f"{format_bytes(target)} that {budget} leaves after margin and reserve. Raise "
             f"memory_budget, or leave plan= out to plan anew."
         )
-    return _priced(plan, problem, target)
+    return priced(plan, problem, target)
 
 
 def _fits(plan: Plan, problem: Problem, target: int) -> bool:
@@ -133,7 +138,8 @@ def bound_cost(problem: Problem, plan: Plan, budget_bytes: int) -> int:
     return bound(problem, budget_bytes) if plan.recompute_cost else 0
 
 
-def _priced(plan: Plan, problem: Problem, budget_bytes: int) -> Plan:
+def priced(plan: Plan, problem: Problem, budget_bytes: int) -> Plan:
+    """Write into a plan what it takes and what it was made for."""
     prediction = simulate(problem, plan)
     return replace(
         plan,

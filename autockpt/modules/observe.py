@@ -23,6 +23,7 @@ from autockpt.capture.restore import RandomState, Trace
 from autockpt.capture.stream import Stream
 from autockpt.capture.watch import Watch
 from autockpt.modules.key import ModuleKey
+from autockpt.modules.kinds import Trail
 from autockpt.modules.parts import Forward, calling
 from autockpt.modules.rehearsal import Rehearsal, fullest, plain_forward
 from autockpt.modules.sharding import sharded_inside
@@ -77,6 +78,8 @@ class Observation:
         How often each module was called with grad.
     called : frozenset of str
         Modules that were called one way or the other.
+    trail : Trail
+        What was called in which order.
     python : bool
         Whether it drew from python's or numpy's generators.
     start : RandomState
@@ -91,6 +94,7 @@ class Observation:
     forbidden: Mapping[int, str]
     counts: Mapping[str, int]
     called: frozenset[str]
+    trail: Trail
     python: bool
     start: RandomState
     uncalled: bool
@@ -104,6 +108,7 @@ class _Observer:
         self.calls: list[Call] = []
         self.counts: dict[str, int] = {}
         self.called: set[str] = set()
+        self.trail = Trail()
         self._stream = stream
         self._watched = [(name, root.get_submodule(name)) for name in watched]
 
@@ -112,9 +117,11 @@ class _Observer:
     ) -> Any:
         """Run a submodule and write down that it was called, and what it changed."""
         path = self.names.get(id(module))
-        if path is not None:
-            self.called.add(path)
-        if path is None or not torch.is_grad_enabled():
+        if path is None:
+            return forward(module, *args, **kwargs)
+        self.called.add(path)
+        if not torch.is_grad_enabled():
+            self.trail.without_grad(path)
             return forward(module, *args, **kwargs)
         call = Call(path=path, number=self.counts.get(path, 0))
         self.counts[path] = call.number + 1
@@ -123,9 +130,11 @@ class _Observer:
         before = [(name, watch_module(name, other)) for name, other in self._watched]
         arguments = _watch_arguments(args, kwargs)
         self._stream.calls.append(index)
+        self.trail.enter(path, call.number, args, kwargs)
         try:
             return forward(module, *args, **kwargs)
         finally:
+            self.trail.leave()
             self._stream.calls.pop()
             call.modules = tuple(name for name, watch in before if any(watch.changes()))
             call.arguments = arguments is not None and any(arguments.changes())
@@ -235,6 +244,7 @@ def _observed(
         forbidden={**_hooked(model, observer), **_gathering(model, observer), **stream.forbidden},
         counts=observer.counts,
         called=frozenset(observer.called),
+        trail=observer.trail,
         python=rehearsal.python,
         start=rehearsal.start,
         uncalled=rehearsal.uncalled,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from autockpt.modules.kinds import Trail
 from autockpt.modules.parts import Forward, calling
 from autockpt.modules.state import Effects, Entered
 from autockpt.regions.recomputation import Explained
@@ -72,21 +73,29 @@ class Run:
         self.names = names
         self.regions = regions
         self.calls = {} if calls is None else calls
+        self.trail = Trail()
 
     def call(
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a submodule, as a region if the plan says so."""
         path = self.names.get(id(module))
-        # A pass without grad (a teacher's, self-conditioning) comes and goes from step to step:
-        # the calls that hold something must have the same numbers with it and without.
-        if path is None or not torch.is_grad_enabled():
+        if path is None:
+            return forward(module, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            # A pass without grad (a teacher's, self-conditioning) comes and goes from step to step:
+            # the calls that hold something must have the same numbers with it and without.
+            self.trail.without_grad(path)
             return forward(module, *args, **kwargs)
         number = self.calls.get(path, 0)
         self.calls[path] = number + 1
-        if not self.regions.holds(path, number):
-            return forward(module, *args, **kwargs)
-        return self._region(path, module, forward, args, kwargs)
+        self.trail.enter(path, number, args, kwargs)
+        try:
+            if not self.regions.holds(path, number):
+                return forward(module, *args, **kwargs)
+            return self._region(path, module, forward, args, kwargs)
+        finally:
+            self.trail.leave()
 
     def enter(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

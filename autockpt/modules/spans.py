@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx, nn
@@ -15,7 +16,6 @@ from autockpt.modules.observe import Observation
 from autockpt.modules.rehearsal import neighbour
 from autockpt.modules.run import Regions
 from autockpt.modules.state import Effects
-from solvers.plan import Plan
 from solvers.problem import Problem, Span
 
 
@@ -134,26 +134,59 @@ def _unseen_buffers(model: nn.Module, observed: Observation) -> list[str]:
     ]
 
 
-def regions_of(model: nn.Module, observed: Observation, plan: Plan) -> Regions:
-    """Say which calls of which modules a plan makes regions.
+def call_of(name: str) -> tuple[str, int]:
+    """Take the name of a call apart: the module's path, and how often it was called before."""
+    path, _, number = name.partition(":")
+    return path, int(number or 0)
 
-    A module that was not called when the plan was made is run as its neighbour in a list.
+
+def regions_of(
+    model: nn.Module, observed: Sequence[Observation], names: Collection[str]
+) -> Regions:
+    """Say which calls of which modules are regions in forwards that were looked at.
+
+    A module that was called in none of them is run as its neighbour in a list.
+
+    Parameters
+    ----------
+    model : nn.Module
+    observed : sequence of Observation
+    names : collection of str
+        The calls that are regions, named as in ``Span.name``.
     """
     chosen: dict[str, set[int]] = {}
-    for region in plan.walk():
-        path, _, number = region.module.partition(":")
-        chosen.setdefault(path, set()).add(int(number or 0))
+    for name in names:
+        path, number = call_of(name)
+        chosen.setdefault(path, set()).add(number)
     calls = {path: frozenset(numbers) for path, numbers in chosen.items()}
-    counts = dict(observed.counts)
+    counts: Counter[str] = Counter()
+    for one in observed:
+        counts |= Counter(one.counts)
+    called = dict(counts)
     for path, module in model.named_modules():
-        if path and path not in observed.counts:
-            other = neighbour(path, module, model, observed.counts)
+        if path and path not in called:
+            other = neighbour(path, module, model, called)
             if other is not None and other in chosen:
-                calls[path], counts[path] = calls[other], counts[other]
+                calls[path], counts[path] = calls[other], called[other]
     return Regions(
         calls=calls,
-        counts=counts,
-        effects={path: _effects(model, observed, path) for path in calls},
-        python=observed.python,
-        device_types=observed.capture.key.device_types,
+        counts=dict(counts),
+        effects={path: _all_effects(model, observed, path) for path in calls},
+        python=any(one.python for one in observed),
+        device_types=observed[0].capture.key.device_types,
+    )
+
+
+def _all_effects(model: nn.Module, observed: Sequence[Observation], path: str) -> Effects:
+    """Say what the calls of a module do in any forward; where it is called in none, may do."""
+    calling = [one for one in observed if path in one.counts] or observed
+    found = [_effects(model, one, path) for one in calling]
+    buffers = dict.fromkeys(buffer for effects in found for buffer in effects.buffers)
+    statistics = dict.fromkeys(buffer for effects in found for buffer in effects.statistics)
+    modules = dict.fromkeys(name for effects in found for name in effects.modules)
+    return Effects(
+        buffers=tuple(buffers),
+        statistics=tuple(buffer for buffer in statistics if buffer not in buffers),
+        modules=tuple(modules),
+        arguments=any(effects.arguments for effects in found),
     )

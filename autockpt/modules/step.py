@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
-from autockpt.choosing import bound_cost, choose_plan, resolve_budget
+from autockpt.choosing import bound_cost, choose_plan, resolve_budget, room_bytes
 from autockpt.errors import CaptureError, ForwardError
 from autockpt.lower import lower
 from autockpt.modules.check import differing
@@ -19,7 +19,7 @@ from autockpt.modules.observe import Observation, drawn, observe
 from autockpt.modules.parts import install
 from autockpt.modules.run import Regions
 from autockpt.modules.sharding import Stand, gathered_bytes, is_sharded, looked_at, of_a_rank
-from autockpt.modules.spans import copied_bytes, regions_of, with_spans
+from autockpt.modules.spans import call_of, copied_bytes, regions_of, with_spans
 from autockpt.pipeline import (
     PLANNING,
     Known,
@@ -35,7 +35,7 @@ from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
 from autockpt.settings import Emit, Loss, Settings
 from autockpt.units import Budget, format_bytes
-from solvers import InfeasibleError, simulate
+from solvers import InfeasibleError, least_peak, simulate
 from solvers.plan import Plan, Region
 from solvers.problem import Problem, Span
 
@@ -53,19 +53,31 @@ class Listing:
 class ModuleStep:
     """A planned step, as ``pipeline.Step``, of a model whose own Python runs.
 
-    ``uncalled`` says whether a module was not called that might be in another forward.
+    ``regions`` may hold calls that this step does not make, of others that run by the same plan;
+    ``refused`` are modules that must not run again. Out of the budget, ``reserve`` is for others.
     """
 
-    capture: Capture
+    observed: Observation
     problem: Problem
     budget: Budget
+    reserve: int
     plan: Plan
     program: Listing
     report: Report
     gradient_forms: dict[int, Any] | None
     bucket_bytes: int
     regions: Regions
-    uncalled: bool
+    refused: frozenset[str] = frozenset()
+
+    @property
+    def capture(self) -> Capture:
+        """The torch calls of the forward."""
+        return self.observed.capture
+
+    @property
+    def room_bytes(self) -> int:
+        """What the peak of a plan for this step must not exceed."""
+        return room_bytes(self.budget, self.problem.fixed_bytes, self.reserve)
 
 
 def plan_modules(
@@ -76,6 +88,7 @@ def plan_modules(
     known: Known,
     notes: tuple[str, ...] = (),
     start: RandomState | None = None,
+    beside: Sequence[ModuleStep] = (),
 ) -> ModuleStep:
     """Observe a step of the model and plan it over calls of its modules.
 
@@ -90,7 +103,10 @@ def plan_modules(
     notes : tuple of str
         For the report.
     start : RandomState, optional
-        Of a forward that called more modules than the ones before it.
+        Under which the forward is looked at; otherwise one is looked for that calls many modules.
+    beside : sequence of ModuleStep
+        Steps of the same shapes that call other modules. Training goes on from them: where
+        nothing fits, the plan of least peak is given.
 
     Raises
     ------
@@ -98,10 +114,16 @@ def plan_modules(
     """
     with PLANNING, originals(), unwatched(), looked_at(model) as stand:
         observed, problem, forms = _observe(model, args, kwargs, settings, known, start, stand)
-        everywhere = False
+        whole = problem
+        # Regions of others may be added to this plan later: so each call must do.
+        everywhere = bool(beside)
+        if everywhere:
+            refused = {path: "" for step in beside for path in step.refused}
+            problem = _without(problem, refused, alike=False)
+            problem = _checked(model, args, kwargs, observed, problem)
         for number in range(_MOST_CHECKS):
             try:
-                step = _solved(model, observed, problem, settings, known, notes, forms)
+                step = _solved(model, observed, problem, settings, known, notes, forms, beside)
             except InfeasibleError:
                 # The least budget that is named must do: it counts on no module that is wrong.
                 checked = (
@@ -113,7 +135,7 @@ def plan_modules(
                 continue
             wrong = _differing(model, args, kwargs, observed, step.regions)
             if not wrong:
-                return step
+                return replace(step, refused=_refused(observed, whole, problem))
             problem = _without(problem, wrong, alike=number >= _MOST_CHECKS // 2)
             if not everywhere:
                 # Others would be found one after the other, each after a plan of its own.
@@ -121,7 +143,15 @@ def plan_modules(
             found = (f"{path} {reason}: it does not run again." for path, reason in wrong.items())
             notes = tuple(dict.fromkeys((*notes, *found)))
         problem = replace(problem, spans=())
-        return _solved(model, observed, problem, settings, known, notes, forms)
+        step = _solved(model, observed, problem, settings, known, notes, forms, beside)
+        return replace(step, refused=_refused(observed, whole, problem))
+
+
+def _refused(observed: Observation, whole: Problem, left: Problem) -> frozenset[str]:
+    """Name the modules whose calls must not run again: as was seen, and as was tried."""
+    tried = {span.name for span in whole.spans or ()} - {span.name for span in left.spans or ()}
+    forbidden = (observed.calls[index].path for index in observed.forbidden)
+    return frozenset((*forbidden, *(call_of(name)[0] for name in tried)))
 
 
 def lower_modules(
@@ -223,8 +253,8 @@ def _checked(
     problem: Problem,
 ) -> Problem:
     """Run all calls that may be regions twice, and take off those that must not be any."""
-    every = Plan(regions=_nested(list(problem.spans or ())))
-    regions = regions_of(model, observed, every)
+    every = {span.name for span in problem.spans or ()}
+    regions = regions_of(model, [observed], every)
     return _without(problem, _differing(model, args, kwargs, observed, regions), alike=False)
 
 
@@ -236,7 +266,7 @@ def _without(problem: Problem, wrong: Mapping[str, str], *, alike: bool) -> Prob
 
     places = set(map(place, wrong))
     spans = problem.spans or ()
-    kept = tuple(span for span in spans if place(span.name.partition(":")[0]) not in places)
+    kept = tuple(span for span in spans if place(call_of(span.name)[0]) not in places)
     return replace(problem, spans=kept)
 
 
@@ -248,43 +278,62 @@ def _solved(
     known: Known,
     notes: tuple[str, ...],
     forms: dict[int, Any] | None,
+    beside: Sequence[ModuleStep],
 ) -> ModuleStep:
     plain = simulate(problem, Plan())
     buckets, gathered = bucket_bytes(model), gathered_bytes(model)
     budget = resolve_budget(settings, problem, plain, buckets + gathered)
-    beside = buckets + gathered
-    settings = replace(settings, reserve=settings.reserve + beside)
+    settings = replace(settings, reserve=settings.reserve + buckets + gathered)
     if known.budget is not None and known.budget.peak_bytes > budget.peak_bytes:
         budget = known.budget
-    known = _translated(known, problem)
-    plan = choose_plan(settings, problem, budget, plain, given=known.given, known=known.plans)
-    regions = regions_of(model, observed, plan)
-    report = make_report(
-        problem,
-        plan,
-        simulate(problem, plan),
-        plain,
-        budget=budget,
-        cost=cost_name(settings.cost, device_of(model, ()).type),
-        bound_cost=bound_cost(problem, plan, budget.peak_bytes - settings.reserve),
-        notes=(
-            *notes,
-            *observed.capture.notes,
-            *_notes(regions, observed),
-            *_gathered_notes(gathered),
-        ),
-    )
+    known = _translated(known, problem, beside)
+    try:
+        plan = choose_plan(settings, problem, budget, plain, given=known.given, known=known.plans)
+    except InfeasibleError:
+        if not beside:
+            raise
+        plan = least_peak(problem)
+    regions = regions_of(model, [observed], region_names(plan))
     return ModuleStep(
-        capture=observed.capture,
+        # Tensors of others are not kept alive for it.
+        observed=replace(observed, closures={}),
         problem=problem,
         budget=budget,
+        reserve=settings.reserve,
         plan=plan,
         program=Listing(code=listing(plan)),
-        report=report,
+        report=report_of(
+            problem,
+            plan,
+            budget,
+            settings.reserve,
+            cost=cost_name(settings.cost, device_of(model, ()).type),
+            notes=(
+                *notes,
+                *observed.capture.notes,
+                *_notes(regions, observed),
+                *_gathered_notes(gathered),
+            ),
+        ),
         gradient_forms=forms,
         bucket_bytes=buckets,
         regions=regions,
-        uncalled=observed.uncalled,
+    )
+
+
+def report_of(
+    problem: Problem, plan: Plan, budget: Budget, reserve: int, *, cost: str, notes: tuple[str, ...]
+) -> Report:
+    """Make the report of a plan over modules."""
+    return make_report(
+        problem,
+        plan,
+        simulate(problem, plan),
+        simulate(problem, Plan()),
+        budget=budget,
+        cost=cost,
+        bound_cost=bound_cost(problem, plan, budget.peak_bytes - reserve),
+        notes=notes,
     )
 
 
@@ -306,20 +355,35 @@ def _gathered_notes(gathered: int) -> Iterator[str]:
         )
 
 
-def _translated(known: Known, problem: Problem) -> Known:
+def _translated(known: Known, problem: Problem, beside: Sequence[ModuleStep]) -> Known:
     """Say plans that were made for other calls of the same modules in terms of this problem."""
+    plans = [translated(plan, problem) for plan in known.plans]
+    if beside:
+        spans = problem.spans or ()
+        held = {span.name for span in spans if beside[0].regions.holds(*call_of(span.name))}
+        plans.insert(0, plan_of(held, problem))
     return replace(
         known,
         given=None if known.given is None else translated(known.given, problem),
-        plans=tuple(translated(plan, problem) for plan in known.plans),
+        plans=tuple(plans),
     )
 
 
 def translated(plan: Plan, problem: Problem) -> Plan:
     """Give the plan that makes regions of the same calls of modules, as far as there are such."""
-    chosen = {region.module for region in plan.walk()}
-    spans = [span for span in problem.spans or () if span.name in chosen]
-    return replace(plan, regions=_nested(spans), signature=problem.signature)
+    regions = plan_of(region_names(plan), problem).regions
+    return replace(plan, regions=regions, signature=problem.signature)
+
+
+def region_names(plan: Plan) -> frozenset[str]:
+    """Name the calls that are regions."""
+    return frozenset(region.module for region in plan.walk())
+
+
+def plan_of(names: Collection[str], problem: Problem) -> Plan:
+    """Give the plan that makes regions of named calls, as far as there are such."""
+    spans = [span for span in problem.spans or () if span.name in names]
+    return Plan(regions=_nested(spans), solver="auto", signature=problem.signature)
 
 
 def _nested(inside: list[Span]) -> tuple[Region, ...]:

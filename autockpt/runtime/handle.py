@@ -27,7 +27,8 @@ from autockpt.errors import (
 from autockpt.modules.entry import ModuleEntry
 from autockpt.modules.parts import install, mark, uninstall
 from autockpt.modules.sharding import is_sharded, refuse_sharded, refuse_spread
-from autockpt.modules.step import plan_modules
+from autockpt.modules.step import ModuleStep, plan_modules
+from autockpt.modules.together import together
 from autockpt.pipeline import Known, plan_step
 from autockpt.reports.report import Report
 from autockpt.runtime.bypass import originals
@@ -151,8 +152,8 @@ class Handle:
                     return forward_of(module)(*args, **kwargs)
             if entry is None:
                 entry = self._anew(module, args, kwargs, tried, missed)
-            elif isinstance(entry, ModuleEntry) and entry.fuller is not None:
-                entry = self._fuller(module, args, kwargs, entry)
+            elif isinstance(entry, ModuleEntry) and entry.looks:
+                entry = self._looked(module, args, kwargs, entry)
             try:
                 output = entry.run(module, args, kwargs)
             except GuardMiss as miss:
@@ -169,7 +170,6 @@ class Handle:
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        start: RandomState | None = None,
     ) -> Entry | ModuleEntry:
         """Record and plan a step, and keep it."""
         with self._lock:
@@ -177,21 +177,7 @@ class Handle:
             if beside and bucket_bytes(module) not in beside:
                 # The first call inside DistributedDataParallel: a share is one of more.
                 self._budget = None
-            known = Known(
-                given=self._given,
-                plans=(
-                    *(e.step.plan for e in self._entries),
-                    *([self._plan] if self._plan else ()),
-                ),
-                budget=self._budget,
-                checked=frozenset(e.step.capture.signature for e in self._entries),
-                forms={
-                    e.step.capture.signature: e.step.gradient_forms
-                    for e in self._entries
-                    if e.step.gradient_forms is not None
-                },
-            )
-            entry = self._planned(module, tuple(args), dict(kwargs), known, start)
+            entry = self._planned(module, tuple(args), dict(kwargs), self._known())
             if len(self._entries) == MAX_ENTRIES and not self._evicted:
                 self._evicted = True
                 warnings.warn(
@@ -207,6 +193,22 @@ class Handle:
             self._given = None
         return entry
 
+    def _known(self) -> Known:
+        return Known(
+            given=self._given,
+            plans=(
+                *(e.step.plan for e in self._entries),
+                *([self._plan] if self._plan else ()),
+            ),
+            budget=self._budget,
+            checked=frozenset(e.step.capture.signature for e in self._entries),
+            forms={
+                e.step.capture.signature: e.step.gradient_forms
+                for e in self._entries
+                if e.step.gradient_forms is not None
+            },
+        )
+
     @property
     def over_modules(self) -> bool:
         """Whether regions are calls of modules, and the model's own Python runs."""
@@ -218,12 +220,11 @@ class Handle:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         known: Known,
-        start: RandomState | None,
     ) -> Entry | ModuleEntry:
         """Plan a step over its torch calls or, where they cannot be captured, over modules."""
         refuse_spread(module)
         if self.over_modules:
-            return self._over_modules(module, args, kwargs, known, self._fallback, start)
+            return self._over_modules(module, args, kwargs, known, self._fallback)
         try:
             refuse_sharded(module)
             return Entry(plan_step(module, args, kwargs, self.settings, known))
@@ -271,11 +272,12 @@ class Handle:
         known: Known,
         reason: str | None,
         start: RandomState | None = None,
+        beside: tuple[ModuleStep, ...] = (),
     ) -> ModuleEntry:
         install(module)
         notes = () if reason is None else (f"Regions are calls of modules. {reason}",)
-        step = plan_modules(module, args, kwargs, self.settings, known, notes, start)
-        entry = ModuleEntry(step)
+        step = plan_modules(module, args, kwargs, self.settings, known, notes, start, beside)
+        entry = ModuleEntry(together(module, (step, *beside)) if beside else (step,))
         # Its hooks gather parameters: nothing to take into a graph.
         entry.compiled.breaks |= is_sharded(module)
         return entry
@@ -298,20 +300,30 @@ class Handle:
         return None
 
     @_disable_dynamo
-    def _fuller(
+    def _looked(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: ModuleEntry
-    ) -> Entry | ModuleEntry:
-        """Plan a step anew whose last forward called more modules than any before."""
+    ) -> ModuleEntry:
+        """Plan for one more kind of step, if there is one: see ``ModuleEntry.look``."""
         with self._lock:
             try:
-                fuller = self.prepare(module, args, kwargs, entry.fuller)
-            except ProfileError:  # someone else measures just now: later
+                start = entry.look(module, args, kwargs)
+                if start is None:
+                    return entry
+                more = self._over_modules(
+                    module,
+                    tuple(args),
+                    dict(kwargs),
+                    self._known(),
+                    self._fallback,
+                    start,
+                    entry.steps,
+                )
+            except (ProfileError, CaptureError):
+                # Someone else measures just now, say: training goes on, and another look may do.
                 return entry
-            assert isinstance(fuller, ModuleEntry)
-            self._entries = tuple(e for e in self._entries if e is not entry)
-            # Where input decides what is called, this one may have called less again.
-            fuller.most = max(fuller.most, entry.most)
-            return fuller
+            _mark(module, more)
+            self._entries = (more, *(e for e in self._entries if e is not entry))
+            return more
 
     @_disable_dynamo
     def _anew(
