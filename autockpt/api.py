@@ -10,13 +10,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autockpt.batch import checked_batch
-from autockpt.before_guards import with_copies
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
 from autockpt.modules.parts import install
 from autockpt.modules.sharding import refuse_wrapped
-from autockpt.modules.step import lower_either
+from autockpt.modules.step import lower_least
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
 from autockpt.runtime.swap import adopt, release
@@ -28,7 +27,7 @@ from autockpt.settings import (
     check_loss_argument,
     check_reserve,
 )
-from solvers import Plan, Solver, least_peak, simulate
+from solvers import Plan, Solver, simulate
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -69,8 +68,8 @@ def optimize(
     emit : {"auto", "graph", "modules"}
         What regions are. ``"graph"``: runs of torch calls, in a forward that is emitted anew.
         ``"modules"``: calls of submodules, while the model's own Python runs; for what cannot
-        be captured as a graph, and for FSDP. ``"auto"``: the first, and where that refuses the
-        second, with a ``FallbackWarning``.
+        be captured as a graph, and for FSDP. ``"auto"``: the first, and where that refuses, or
+        has no plan for the budget, the second, with a ``FallbackWarning``.
     reserve : int
         Bytes to leave free inside the budget, for what lies outside the model and its loss.
     solve_seconds : float, optional
@@ -200,9 +199,7 @@ def minimum_budget(
     _check_model(model)
     batch = checked_batch(args, kwargs)
     clone = release(clone_module(model))
-    capture, problem = lower_either(clone, *batch, loss, emit, cost)
-    problem = with_copies(capture, problem)
-    plan = least_peak(problem)
+    capture, problem, plan = lower_least(clone, *batch, loss, emit, cost)
     least_peak_bytes = simulate(problem, plan).peak_bytes
     nbytes = budget_for(least_peak_bytes, problem.fixed_bytes, reserve)
     return MinimumBudget(nbytes, describe(problem, plan, capture))

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from autockpt.before_guards import with_copies
 from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget, room_bytes
-from autockpt.errors import CaptureError, ForwardError
-from autockpt.lower import lower
+from autockpt.errors import CaptureError, ForwardError, ProfileError
+from autockpt.lower import lower, op_nodes
 from autockpt.modules.check import differing
 from autockpt.modules.observe import Observation, drawn, observe
 from autockpt.modules.parts import install
@@ -200,6 +201,40 @@ def lower_either(
                 raise
     install(model)
     return lower_modules(model, args, kwargs, loss)
+
+
+def lower_least(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    emit: Emit,
+    cost: CostChoice,
+) -> tuple[Capture, Problem, Plan]:
+    """Give the step with its plan of least peak, over torch calls or modules as that is lower.
+
+    Parameters and errors as for ``lower_either``. Modules are asked as well only where something
+    keeps regions of torch calls apart that a module call may hold: there they may go lower.
+    """
+    capture, problem = lower_either(model, args, kwargs, loss, emit, cost)
+    found = [(capture, with_copies(capture, problem))]
+    if emit == "auto" and _kept_apart(capture, problem):
+        try:
+            install(model)
+            found.append(lower_modules(model, args, kwargs, loss))
+        except (CaptureError, ProfileError):
+            pass
+    plans = [(*lowered, least_peak(lowered[1])) for lowered in found]
+    return min(plans, key=lambda least: simulate(least[1], least[2]).peak_bytes)
+
+
+def _kept_apart(capture: Capture, problem: Problem) -> bool:
+    """Tell whether a graph has guards or writes in its forward."""
+    if problem.spans is not None:
+        return False
+    nodes = zip(op_nodes(capture.graph), problem.ops, strict=True)
+    pinned = any(op.pinned for node, op in nodes if node.meta.get("stage") != "loss")
+    return pinned or not all(problem.boundaries)
 
 
 def _observe(

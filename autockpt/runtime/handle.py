@@ -35,7 +35,7 @@ from autockpt.runtime.bypass import originals
 from autockpt.runtime.entry import Entry
 from autockpt.runtime.ranks import bucket_bytes
 from autockpt.settings import Settings
-from autockpt.units import Budget
+from autockpt.units import Budget, format_bytes
 from solvers.plan import Plan
 from solvers.problem import Problem
 
@@ -85,6 +85,8 @@ class Handle:
         self._idle_misses = 0
         self._misses = 0
         self._evicted = False
+        # Whether steps that miss are recorded each time, as modules do not reach the budget.
+        self._stays = False
         self._lock = threading.RLock()
 
     @property
@@ -237,8 +239,49 @@ class Handle:
                 return self._fall_back(module, args, kwargs, known, str(error))
             except CaptureError as other:
                 # Neither way: what stands in the way of the usual one is what to change.
-                uninstall(module)
+                self._withdraw(module)
                 raise error from (None if str(other) == str(error) else other)
+        except InfeasibleError as error:
+            if self.settings.emit == "graph" or self.settings.solver != "auto":
+                raise
+            return self._reaching_lower(module, args, kwargs, known, error)
+
+    def _reaching_lower(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Known,
+        error: InfeasibleError,
+    ) -> ModuleEntry:
+        """Plan a step over modules that no regions of torch calls bring inside the budget.
+
+        They lie between guards and writes, which a region of torch calls must not hold.
+        """
+        least = error.minimum_bytes
+        reason = "Regions of torch calls do not reach the budget" + (
+            f": they need {format_bytes(least, round_up=True)}." if least is not None else "."
+        )
+        try:
+            entry = self._over_modules(module, args, kwargs, known, reason)
+        except InfeasibleError as other:
+            self._withdraw(module)
+            if least is None or (other.minimum_bytes or least) >= least:
+                raise error from None
+            other.add_note(f"Regions are calls of modules here. {reason}")
+            raise other from None
+        except (CaptureError, ProfileError):
+            self._withdraw(module)
+            raise error from None
+        if not self._entries:
+            self._fallback = reason
+        _warn_of_modules(module, reason)
+        return entry
+
+    def _withdraw(self, module: nn.Module) -> None:
+        """Give modules their classes back, unless some step needs the others."""
+        if not any(isinstance(entry, ModuleEntry) for entry in self._entries):
+            uninstall(module)
 
     def _fall_back(
         self,
@@ -255,13 +298,7 @@ class Handle:
             raise
         self._fallback = reason
         self._entries = ()
-        warnings.warn(
-            f"{type(module).__name__} runs its own Python, and regions are calls of its modules, "
-            f"which takes more recomputation than regions of torch calls. {reason} "
-            f'emit="modules" asks for this and does not warn, emit="graph" refuses.',
-            FallbackWarning,
-            stacklevel=2,
-        )
+        _warn_of_modules(module, reason)
         return entry
 
     def _over_modules(
@@ -344,7 +381,10 @@ class Handle:
             except ForwardError as error:
                 # In training, the model's own error is what its callers know.
                 raise (error.__cause__ or error) from None
-            if missed is None or self.over_modules:
+            if self._stays:
+                # What was tried would miss again, each time after a part of a forward.
+                self._entries = tuple(e for e in self._entries if e not in tried)
+            if missed is None or isinstance(entry, ModuleEntry) or self._stays:
                 return entry
             streams = {other.stream() for other in tried}
             enough = self._count_miss(missed, changed=entry.stream() not in streams)
@@ -353,10 +393,28 @@ class Handle:
             if self.settings.emit == "graph":
                 raise enough from missed
             known = Known(budget=self._budget)
-            entry = self._fall_back(module, tuple(args), dict(kwargs), known, str(enough))
-            self._entries = (entry,)
-            _mark(module, entry)
-            return entry
+            try:
+                over = self._fall_back(module, tuple(args), dict(kwargs), known, str(enough))
+            except InfeasibleError as error:
+                self._stay(module, enough, error)
+                return entry
+            self._entries = (over,)
+            _mark(module, over)
+            return over
+
+    def _stay(self, module: nn.Module, enough: CaptureError, error: InfeasibleError) -> None:
+        """Keep recording each step: the budget holds, and time is what can be spared."""
+        self._stays = True
+        self._withdraw(module)
+        more = error.minimum_bytes
+        advice = "" if more is None else f" A memory_budget of {more} bytes would do for them."
+        warnings.warn(
+            f"{enough} Regions that are calls of modules, which would need no recording, do not "
+            f"reach the budget, so each such step is recorded and planned before it runs, which "
+            f"takes far longer than the step.{advice}",
+            FallbackWarning,
+            stacklevel=2,
+        )
 
     def _count_miss(self, missed: GuardMiss, *, changed: bool) -> CaptureError | None:
         """Say whether it is enough: calls that miss one after the other are planned each time."""
@@ -382,6 +440,16 @@ class Handle:
                 _mark(module, entry)
                 others = tuple(e for e in self._entries if e is not entry)
                 self._entries = (entry, *others)[:MAX_ENTRIES]
+
+
+def _warn_of_modules(module: nn.Module, reason: str) -> None:
+    warnings.warn(
+        f"{type(module).__name__} runs its own Python, and regions are calls of its modules, "
+        f"which takes more recomputation than regions of torch calls. {reason} "
+        f'emit="modules" asks for this and does not warn, emit="graph" refuses.',
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 def _mark(module: nn.Module, entry: Entry | ModuleEntry) -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def _over(model: Any) -> bool:
     """
     state, steps = random.getstate(), getattr(model, "steps", 0)
     x = _x()
-    peak = peak_above_start(lambda: _step(model, x))
+    peak = peak_above_start(partial(_step, model, x))
     report = model.autockpt.report
     random.setstate(state)
     model.steps = steps
@@ -146,8 +147,7 @@ def test_one_plan_serves_every_kind() -> None:
     assert len(entry.steps) == 2
     codes = set()
     for _ in range(2):
-        x = _x()
-        peak = peak_above_start(lambda x=x: _step(model, x))
+        peak = peak_above_start(partial(_step, model, _x()))
         # The report is of the tower that ran.
         report = model.autockpt.report
         assert abs(report.fixed_bytes + peak - report.peak_bytes) <= 0.01 * peak
