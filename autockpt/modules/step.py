@@ -378,7 +378,7 @@ def _notes(regions: Regions, observed: Observation) -> Iterator[str]:
         names = ", ".join(unseen[:4]) + (", ..." if len(unseen) > 4 else "")
         yield (
             f"{len(unseen)} modules were not called when this was planned ({names}): they run as "
-            f"their neighbours do, and a forward that calls more modules is planned anew."
+            f"their neighbours do, and where that holds more, the regions are chosen anew."
         )
 
 
