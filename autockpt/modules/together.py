@@ -37,9 +37,9 @@ def together(model: nn.Module, steps: Sequence[ModuleStep]) -> tuple[ModuleStep,
     (one more region can be one too many), some less; and at last those of the least peaks.
     """
     refused = frozenset[str]().union(*(step.refused for step in steps))
+    steps = [_without(step, refused) for step in steps]
     best: tuple[int, Names] | None = None
-    for found in _candidates(steps):
-        names = frozenset(name for name in found if call_of(name)[0] not in refused)
+    for names in _candidates(steps):
         over = max(_over_bytes(step, names) for step in steps)
         if best is None or over < best[0]:
             best = over, names
@@ -61,8 +61,14 @@ def together(model: nn.Module, steps: Sequence[ModuleStep]) -> tuple[ModuleStep,
     )
 
 
+def _without(step: ModuleStep, refused: frozenset[str]) -> ModuleStep:
+    spans = step.problem.spans or ()
+    kept = tuple(span for span in spans if call_of(span.name)[0] not in refused)
+    return replace(step, problem=replace(step.problem, spans=kept))
+
+
 def _candidates(steps: Sequence[ModuleStep]) -> Iterator[Names]:
-    chosen = [region_names(step.plan) for step in steps]
+    chosen = [region_names(plan_of(region_names(s.plan), s.problem)) for s in steps]
     every = frozenset[str]().union(*chosen)
     yield every
     for step, own in zip(steps, chosen, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autockpt
-from tests.autockpt.test_modules import Stack
+from tests.autockpt.test_modules import Block, Stack
 from tests.helpers import peak_above_start
 
 
@@ -185,3 +186,39 @@ def test_a_kind_that_nothing_fits_trains_on_and_says_so() -> None:
             _step(model, _x())
     assert ["no regions were found" in str(w.message) for w in caught] == [True]
     assert model.autockpt.report.recompute_cost > 0
+
+
+class Fickle(Block):
+    """When told to, it gives other results each time, by a count that no one sees."""
+
+    counted = itertools.count(1)
+    told = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / next(self.counted) if self.told else x)
+
+
+class SharedFickle(Towers):
+    """In steps to the right the shared layers must not run again."""
+
+    def __init__(self) -> None:
+        super().__init__("count")
+        self.stem.blocks = nn.ModuleList(Fickle() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.stem.blocks:
+            block.told = self.steps % 2 == 0  # type: ignore[assignment]
+        return super().forward(x)
+
+
+def test_what_must_not_run_again_in_one_kind_does_so_in_none() -> None:
+    plain = SharedFickle()
+    plain.steps = 1
+    model = _planned(plain, "70%")
+    assert any(path.startswith("stem") for path in model.autockpt._entries[0].step.regions.calls)
+    for _ in range(4):
+        _step(model, _x())
+    (entry,) = model.autockpt._entries
+    assert len(entry.steps) == 2
+    assert entry.step.regions.calls
+    assert not any(path.startswith("stem") for path in entry.step.regions.calls)
