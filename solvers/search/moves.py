@@ -15,6 +15,10 @@ from solvers.search.slices import slices_of
 _STEPS = (1, 2, 3)
 # What a region keeps of what it takes in: as much as pays at these rates.
 _RATES = (0.125, 1.0, 4.0)
+# New regions are short, as edges move on by themselves. In larger problems there are so many
+# places for one that other changes come too short.
+_NEW_OPS = 4
+_NEW_REGIONS_OPS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ def changes(
     """Yield the ways to neighbouring plans, those of the costliest regions first.
 
     Edges move, regions go, meet or split; if ``keeping``, they also grow over what lies between
-    them, and keep an op more or less. Regions with regions inside stay as they are.
+    them, and keep an op more or less. Regions with regions inside stay as they are. Last come
+    regions where there is none, in problems of at most 300 ops.
     """
     order = sorted(range(len(regions)), key=lambda k: -replay.profile(regions[k]).cost)
     for k in order:
@@ -61,6 +66,8 @@ def changes(
             yield from (Change(k, 1, (region,)) for region in _keeping(replay, regions[k]))
             yield from _grown(replay, regions, k, low, high)
         yield from _joints(replay, regions, k)
+    if len(replay.problem.ops) <= _NEW_REGIONS_OPS:
+        yield from _added(replay, regions)
 
 
 def _moved(replay: Replay, region: Region, low: int, high: int) -> Iterator[Region]:
@@ -144,6 +151,17 @@ def _grown(
             grown = replace(whole, kept=kept)
             if keeps_in_step(grown, replay.problem):
                 yield replace(change, others=(grown,))
+
+
+def _added(replay: Replay, regions: tuple[Region, ...]) -> Iterator[Change]:
+    """Yield short regions between those that there are."""
+    stops = (0, *(region.stop for region in regions))
+    starts = (*(region.start for region in regions), len(replay.problem.ops))
+    for k, (low, high) in enumerate(zip(stops, starts, strict=True)):
+        for start in range(low, high):
+            for stop in range(start + 1, min(high, start + _NEW_OPS) + 1):
+                if _allowed(replay, start, stop):
+                    yield Change(k, 0, (Region(start=start, stop=stop),))
 
 
 def _worth(replay: Replay) -> list[frozenset[int]]:

@@ -241,3 +241,26 @@ def attention_blocks(blocks):
     source = Gradient(value=x, source=0)
     b.op("loss", inputs=(x,), outputs=(loss,), gradient_bytes=(1000,), gradients=(source,), cost=1)
     return b.problem(loss)
+
+
+def u_shape(depth, rows=1024, width=64):
+    """Layers down, of a linear and a tanh, then layers up that also read what those made."""
+    b = Transformer(1, rows, width, 1, 1)
+    size = 4 * rows * width
+    x = b.value(b.storage(size))
+    skipped = []
+    for _ in range(depth):
+        x = _layer(b, x, width)
+        x = b.call("tanh", [x], size, saves="o")
+        skipped.append(x)
+    for _ in range(depth):
+        x = b.call("cat", [x, skipped.pop()], 2 * size, handed=True)
+        x = _layer(b, x, 2 * width)
+        x = b.call("gelu", [x], size, saves="i")
+    return b.problem(b.call("sum", [x], 4), batch_bytes=size)
+
+
+def _layer(b, x, n_in):
+    size, weight = 4 * b.rows * b.width, 4 * n_in * b.width
+    flops = 2 * b.rows * n_in * b.width
+    return b.call("linear", [x], size, saves="i", weight=weight, flops=flops)

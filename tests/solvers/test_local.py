@@ -8,10 +8,10 @@ from solvers.judge.replay import replay_of
 from solvers.judge.wellformed import check_plan
 from solvers.plan import Plan
 from solvers.search.flat import best_flat
-from solvers.search.local import WITHOUT_END, Deadline, exchanged, improve
+from solvers.search.local import WITHOUT_END, Deadline, exchanged, fitted, improve
 from solvers.search.moves import changes
 from solvers.simulate import simulate
-from tests.solvers.models import attention_blocks, gelu_blocks, gpt2
+from tests.solvers.models import attention_blocks, gelu_blocks, gpt2, u_shape
 
 MAKERS = {
     "gpt2": lambda: gpt2(layers=4),
@@ -59,6 +59,18 @@ def test_changes_make_inputs_again_and_no_more():
         with_prologue = change.made(regions)
         back = [c.made(with_prologue) for c in changes(replay, with_prologue, keeping=True)]
         assert regions in back
+
+
+def test_regions_are_added_where_there_are_none():
+    problem = u_shape(depth=4)
+    replay, budget = replay_of(problem), budget_of(problem, 0.8)
+    found = fitted(replay, (), budget, 2000)
+    assert found
+    check_plan(Plan(regions=found), problem)
+    assert simulate(problem, Plan(regions=found)).peak_bytes <= budget
+    fewer = fitted(replay, found[1:], budget, 2000)
+    assert fewer
+    assert simulate(problem, Plan(regions=fewer)).peak_bytes <= budget
 
 
 @pytest.mark.parametrize("search", [improve, exchanged])
