@@ -271,10 +271,10 @@ class Chain:
         return None
 
     def least(self) -> Regions:
-        """Return the regions of least need."""
-        if not len(self.rest[0]):
-            return ()
-        return self._build(0, len(self.edges) - 1, self.rest[0], 0, top=True)
+        """Return the regions of least peak, which need not be those of least need."""
+        front, last = self.rest[0], len(self.edges) - 1
+        points = (self._build(0, last, front, point, top=True) for point in range(len(front)))
+        return min(points, key=self.replay.price, default=())
 
     def _build(self, first: int, last: int, front: _Front, point: int, *, top: bool) -> Regions:
         regions: list[Region] = []
