@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from solvers import every_k, exhaustive, ilp, modules, rotor
+from solvers import chen_greedy, every_k, exhaustive, ilp, modules, rotor, treeverse
 from solvers.bounds import bound
 from solvers.errors import InfeasibleError
 from solvers.judge.replay import Replay, replay_of
@@ -27,6 +27,10 @@ _DEARER = (0.5, 0.25)
 # Here another way costs next to nothing.
 _SMALL_OPS = 300
 _ASKED_MORE = 0.02
+# Tables know no storage that crosses a whole run: where there are long skip connections, what
+# they find for far more than there is may come out cheaper once it is made to fit.
+_ASKED_MUCH_MORE = (0.05, 0.1, 0.2, 0.4, 0.8)
+_CHANGED_OPS = 100
 _PRICES = 8000
 _PRICED_OPS = 4_000_000
 _FITTED_PART = 8
@@ -149,6 +153,7 @@ class _Search:
             yield iter([rotor.chain_of(self.replay).regions(self.budget_bytes)])
         if costly:
             self.say("regions inside regions")
+            yield treeverse.candidates(problem)
             yield iter([best_nested(self.replay, self.budget_bytes)])
 
     def _is_costly(self) -> bool:
@@ -164,6 +169,9 @@ class _Search:
         if search_of(replay).is_coarse:
             yield (best_flat(replay, budget_bytes, dearer=dearer) for dearer in _DEARER)
         yield self._with_prologues(room)
+        if replay.graph.size <= _CHANGED_OPS:
+            self.say("regions that are changed until they fit")
+            yield self._changed(room)
         if replay.graph.size <= _ILP_OPS:
             self.say("flat regions by integer programming")
             yield iter([self._by_program()])
@@ -183,6 +191,16 @@ class _Search:
             regions = search.run(self.budget_bytes + int(asked * room), offered)
             if regions is not None:
                 yield self._fitted(without_vain_prologues(replay.problem, regions))
+
+    def _changed(self, room: int) -> Iterator[Regions | None]:
+        """Yield what becomes of regions that need not fit, as they are changed until they do."""
+        search = search_of(self.replay)
+        for asked in _ASKED_MUCH_MORE:
+            regions = search.run(self.budget_bytes + int(asked * room))
+            if regions is not None:
+                yield self._fitted(regions)
+        for regions in chen_greedy.candidates(self.replay):
+            yield self._fitted(regions)
 
     def _fitted(self, regions: Regions) -> Regions | None:
         below = None if self.best is None else self.replay.price(self.best)[1]

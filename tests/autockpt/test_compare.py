@@ -41,6 +41,25 @@ def test_auto_is_the_cheapest_and_no_plan_is_below_the_bound(found) -> None:
             assert limit.cost <= best.recompute_cost <= entry.recompute_cost
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        inner = nn.Linear(width, 4 * width), nn.ReLU(inplace=True), nn.Linear(4 * width, width)
+        self.inner = nn.Sequential(nn.LayerNorm(width), *inner, nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def test_auto_is_no_dearer_than_an_integer_program() -> None:
+    model = nn.Sequential(*[Residual() for _ in range(4)])
+    budgets = ("96%", "93%", "81%", "63%")
+    found = compare(model, (torch.ones(512, 64),), budgets=budgets, solvers=("ilp", "auto"))
+    for exact, best in zip(found.of("ilp"), found.of("auto"), strict=True):
+        assert exact.status == "optimal"
+        assert best.recompute_cost <= exact.recompute_cost
+
+
 def test_it_is_said_as_table_and_json(found) -> None:
     text = str(found)
     assert "auto" in text

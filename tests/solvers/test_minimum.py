@@ -41,6 +41,31 @@ def test_no_solver_goes_far_below_it(problem):
         assert least <= 1.01 * (least_of(problem, solver) - fixed), solver
 
 
+def test_auto_plans_at_it_and_for_no_more_than_the_others(problem):
+    least, plain = least_peak(problem).peak_bytes, simulate(problem, Plan()).peak_bytes
+    for percent in (0, 5, 15, 30, 60):
+        budget = least + (plain - least) * percent // 100
+        cost = solve(problem, budget).recompute_cost
+        for solver in QUICK:
+            try:
+                found = solve(problem, budget, solver)
+            except InfeasibleError:
+                continue
+            assert cost <= found.recompute_cost, (percent, solver)
+
+
+@pytest.mark.parametrize("depth", [4, 5])
+def test_auto_is_no_dearer_than_the_best_flat_regions(depth):
+    problem = u_shape(depth)
+    low = least_of(problem, "interval_dp")
+    plain = simulate(problem, Plan()).peak_bytes
+    for percent in (15, 30, 60):
+        budget = low + (plain - low) * percent // 100
+        best = solve(problem, budget, "ilp")
+        assert best.status == "optimal"
+        assert solve(problem, budget).recompute_cost <= best.recompute_cost, percent
+
+
 def test_the_one_of_flat_regions_is_named_by_the_solvers_of_these():
     problem = u_shape(depth=4)
     flat = least_of(problem, "min_cut")
