@@ -11,6 +11,9 @@ from solvers.errors import PlanError
 
 Status = Literal["optimal", "feasible", "time limit"]
 
+# Characters of a text that an error repeats.
+_SHOWN = 60
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
@@ -109,9 +112,15 @@ class Plan:
         """Read what ``to_json`` wrote; raise PlanError for anything else."""
         try:
             fields = json.loads(text)
+            if not isinstance(fields, dict) or "regions" not in fields:
+                raise ValueError(f"{text[:_SHOWN]!r} is no object with 'regions'")
             regions = tuple(_region(entry) for entry in fields.pop("regions"))
             return cls(regions=regions, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except KeyError as error:
+            raise PlanError(
+                f"This is not a plan written by Plan.to_json: a region has no {error}"
+            ) from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise PlanError(f"This is not a plan written by Plan.to_json: {error}") from error
 
 

@@ -27,6 +27,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
 def _check_regions(regions: tuple[Region, ...], low: int, high: int, problem: Problem) -> None:
     position = low
     for region in regions:
+        _check_region(region)
         where = f"region [{region.start}, {region.stop})"
         if not position <= region.start < region.stop <= high:
             raise PlanError(
@@ -50,6 +51,18 @@ def _check_regions(regions: tuple[Region, ...], low: int, high: int, problem: Pr
             raise PlanError(f"{where} has a child of its own size.")
         _check_regions(region.children, region.start, region.stop, problem)
         position = region.stop
+
+
+def _check_region(region: object) -> None:
+    """Raise PlanError for what a solver of somebody else's may have put in a region's place."""
+    if not isinstance(region, Region):
+        raise PlanError(
+            f"{region!r} is not a solvers.Region: regions are written Region(start=i, stop=j), or "
+            f"all at once, Plan.flat([(i, j), ...])."
+        )
+    for edge in (region.start, region.stop):
+        if not hasattr(edge, "__index__"):
+            raise PlanError(f"{region!r} does not begin and end at whole numbers of ops.")
 
 
 def _check_prologues(regions: Sequence[Region], problem: Problem) -> None:

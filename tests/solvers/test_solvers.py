@@ -236,8 +236,29 @@ def test_a_users_solver(model):
         solve(model, budget, lambda problem, budget_bytes: [])
     with pytest.raises(PlanError, match="malformed"):
         solve(model, budget, lambda problem, budget_bytes: Plan.flat([(4, 2)]))
+    with pytest.raises(PlanError, match=r"malformed: 1 is not a solvers\.Region"):
+        solve(model, budget, lambda problem, budget_bytes: Plan(regions=(1, 2)))
+    with pytest.raises(PlanError, match=r"start='a'.* does not begin and end at whole numbers"):
+        solve(model, budget, lambda problem, budget_bytes: Plan.flat([("a", 2)]))
     with pytest.raises(PlanError, match="no solver 3"):
         solve(model, budget, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("null", "'null' is no object with 'regions'"),
+        ("{}", "'{}' is no object with 'regions'"),
+        ("3", "'3' is no object with 'regions'"),
+        ('{"regions": [{"start": 1}]}', "a region has no 'stop'"),
+        ('{"regions": [1]}', "'int'"),
+        ('{"regions": [], "magic": 1}', "magic"),
+        ("", "Expecting value"),
+    ],
+)
+def test_what_is_no_plan_is_not_read(text, message):
+    with pytest.raises(PlanError, match=r"not a plan written by Plan\.to_json: .*" + message):
+        Plan.from_json(text)
 
 
 def test_exhaustive_says_what_it_is_for(model):
