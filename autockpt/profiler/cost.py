@@ -6,7 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from autockpt.errors import ProfileError
+
 CostChoice = Literal["time", "roofline"] | Callable[["OpWork"], int]
+
+# Three days in ns. Solvers add up those of all ops, and of all that runs again, in 64 bits.
+_MOST_NS = 2**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +65,23 @@ def measured_time(work: OpWork) -> int:
 
 def _checked(choice: Callable[[OpWork], int]) -> Callable[[OpWork], int]:
     """Believe nothing of a user's cost: solvers add it up as an exact integer."""
+    name = getattr(choice, "__name__", type(choice).__name__)
 
     def cost(work: OpWork) -> int:
-        found: object = choice(work)
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise ValueError(
-                f"The cost of '{work.target}' is {found!r}: a cost callable returns an int of at "
-                f"least 0, in ns."
+        try:
+            found: object = choice(work)
+        except Exception as error:
+            raise ProfileError(
+                f"The cost callable {name!r} raised {type(error).__name__} for {work}: {error}. "
+                f"It is called as cost(work) and returns an int of ns."
+            ) from error
+        whole = found if isinstance(found, int) and not isinstance(found, bool) else -1
+        if not 0 <= whole <= _MOST_NS:
+            raise ProfileError(
+                f"The cost of '{work.target}' is {found!r}: a cost callable, here {name!r}, "
+                f"returns an int of at least 0 and at most 2**48, in ns."
             )
-        return found
+        return whole
 
     return cost
 

@@ -60,6 +60,27 @@ def test_a_cost_that_is_no_count_of_ns_is_refused(answer: object) -> None:
         autockpt.optimize(chain(), (torch.ones(8, 64),), memory_budget="70%", cost=wrong)
 
 
+def test_a_cost_that_solvers_cannot_add_up_is_refused() -> None:
+    with pytest.raises(ProfileError, match=r"cost of .* is 10{30}: .*at most 2\*\*48"):
+        autockpt.optimize(chain(), (torch.ones(8, 64),), memory_budget="70%", cost=lambda _: 10**30)
+    most = autockpt.optimize(
+        chain(), (torch.ones(4096, 64),), memory_budget="70%", cost=lambda _: 2**48
+    )
+    assert most.autockpt.plan.recompute_cost % 2**48 == 0
+
+
+def test_a_cost_that_raises_is_blamed_and_not_the_op() -> None:
+    def wrong(work: OpWork) -> int:
+        return work.bytes  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(
+        ProfileError, match=r"cost callable 'wrong' raised AttributeError"
+    ) as caught:
+        autockpt.optimize(chain(), (torch.ones(8, 64),), memory_budget="70%", cost=wrong)
+    assert "no attribute 'bytes'" in str(caught.value)
+    assert "Leave that part out" not in str(caught.value)
+
+
 def test_a_region_costs_something_of_its_own_where_costs_are_times() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(4, 8)
