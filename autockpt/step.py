@@ -136,8 +136,7 @@ def measure(
     batch = checked_batch(args, kwargs)
     if gradients not in ("resident", "fresh"):
         raise ValueError(f"gradients={gradients!r} is neither 'resident' nor 'fresh'.")
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats!r}: at least one step has to be timed.")
+    _check_repeats(repeats)
     tensors = distinct(tensor for _, tensor in tensors_within(batch, objects=True))
     device = device_of(model, tensors)
     step = _Step(model, *batch, loss)
@@ -168,6 +167,13 @@ def measure(
         gradients=gradients,
         **_levels(watch, total),
     )
+
+
+def _check_repeats(repeats: object) -> None:
+    if isinstance(repeats, bool) or not isinstance(repeats, int):
+        raise TypeError(f"repeats={repeats!r} is not a whole number of steps.")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats!r}: at least one step has to be timed.")
 
 
 def _levels(watch: Meter, total: int) -> dict[str, tuple[int, ...]]:

@@ -246,6 +246,9 @@ def test_arguments_that_are_none_are_named() -> None:
         autockpt.measure(model, (x,), gradients="foo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="repeats=0"):
         autockpt.measure(model, (x,), repeats=0)
+    for repeats in (1.5, "2", True, None):
+        with pytest.raises(TypeError, match=f"repeats={repeats!r} is not a whole number"):
+            autockpt.measure(model, (x,), repeats=repeats)  # type: ignore[arg-type]
 
 
 def test_an_optimized_model_is_not_taken_for_the_plain_one() -> None:
