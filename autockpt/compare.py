@@ -24,7 +24,7 @@ from autockpt.reports.tables import to_text
 from autockpt.runtime.swap import release
 from autockpt.settings import Loss
 from autockpt.units import format_bytes, parse_budget
-from solvers import SOLVERS, InfeasibleError, Plan, Problem, bound, simulate, solve
+from solvers import SOLVERS, InfeasibleError, Plan, PlanError, Problem, bound, simulate, solve
 from solvers.search.blocks import blocks, grouped
 
 BUDGETS = ("80%", "65%", "50%", "40%", "30%", "20%")
@@ -52,6 +52,8 @@ class Entry:
     status : str
         As in ``Plan``, or ``"none found"``.
     seconds : float
+    reason : str
+        Why no plan was found: that of the solver's error.
     """
 
     solver: str
@@ -62,6 +64,7 @@ class Entry:
     regions: int = 0
     status: str = "none found"
     seconds: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,9 +302,15 @@ def _entry(problem: Problem, name: str, peak_bytes: int, text: str) -> Entry:
     started = time.perf_counter()
     try:
         plan = solve(problem, peak_bytes, name)
-    except InfeasibleError:
-        seconds = time.perf_counter() - started
-        return Entry(solver=name, budget_bytes=peak_bytes, budget_text=text, seconds=seconds)
+    except (InfeasibleError, PlanError) as error:
+        # Some solvers take no problem of more than a few ops.
+        return Entry(
+            solver=name,
+            budget_text=text,
+            budget_bytes=peak_bytes,
+            seconds=time.perf_counter() - started,
+            reason=str(error),
+        )
     seconds = time.perf_counter() - started
     found = simulate(problem, plan)
     return Entry(

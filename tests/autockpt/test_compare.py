@@ -60,6 +60,19 @@ def test_auto_is_no_dearer_than_an_integer_program() -> None:
         assert best.recompute_cost <= exact.recompute_cost
 
 
+def test_a_solver_that_takes_no_model_of_that_size_leaves_the_others_in_the_table() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+    found = compare(model, (torch.ones(256, 64),), budgets=("90%",), solvers=("auto", "exhaustive"))
+    (auto,), (exhaustive,) = found.of("auto"), found.of("exhaustive")
+    assert auto.status != "none found"
+    assert auto.reason == ""
+    assert exhaustive.status == "none found"
+    assert exhaustive.recompute_cost is None
+    assert "at most 10 ops; this problem has 13" in exhaustive.reason
+    assert json.loads(found.to_json())["entries"][-1]["reason"] == exhaustive.reason
+    assert "exhaustive" in str(found)
+
+
 def test_it_is_said_as_table_and_json(found) -> None:
     text = str(found)
     assert "auto" in text
