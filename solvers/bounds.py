@@ -48,7 +48,7 @@ def peak_bound(problem: Problem) -> int:
         alive.update(graph.reads[i], graph.produced[i])
         level = sum(graph.nbytes[s] for s in alive)
         level += min(op.forward_workspace_bytes, op.workspace_in_region_bytes)
-        top = max(top, base + problem.forward_bytes + level)
+        top = max(top, base + level)
         for mode in (0, 1):
             if graph.reached[i]:
                 level = sum(graph.nbytes[s] for s in held | set(graph.saved[i]))
