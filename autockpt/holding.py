@@ -30,6 +30,8 @@ from solvers.plan import Plan
 from solvers.problem import Op, Problem
 
 _SHOWN = 25
+# Below, numbers are left out of the table: eight bytes each.
+_SHOWN_SHARE = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +359,7 @@ def _other_cells(
         yield cells(profile.gradient_bytes, "", "gradients in flight")
     if profile.workspace_bytes:
         yield cells(profile.workspace_bytes, "", f"workspace of {_short(profile.op)}")
-    if profile.number_bytes:
+    if profile.number_bytes >= _SHOWN_SHARE * profile.activation_bytes > 0:
         yield cells(profile.number_bytes, "", "Python numbers that autograd saves")
 
 
