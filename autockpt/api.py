@@ -13,9 +13,9 @@ from autockpt.batch import checked_batch
 from autockpt.capture.clone import clone_module
 from autockpt.errors import CaptureError
 from autockpt.holding import MemoryProfile, describe
+from autockpt.modules.either import lower_least
 from autockpt.modules.parts import install
 from autockpt.modules.sharding import refuse_wrapped
-from autockpt.modules.step import lower_least
 from autockpt.profiler.cost import CostChoice
 from autockpt.runtime.handle import Handle
 from autockpt.runtime.swap import adopt, release

@@ -18,7 +18,7 @@ from autockpt.batch import checked_batch
 from autockpt.capture import Capture
 from autockpt.capture.clone import clone_module
 from autockpt.lower import op_nodes
-from autockpt.modules.step import lower_either
+from autockpt.modules.either import lower_either
 from autockpt.profiler.cost import CostChoice
 from autockpt.reports.layers import file_and_line, layer_pattern, name_together
 from autockpt.reports.tables import to_text

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from autockpt.before_guards import with_copies
 from autockpt.capture import Capture
 from autockpt.capture.restore import RandomState
 from autockpt.choosing import bound_cost, choose_plan, resolve_budget, room_bytes
-from autockpt.errors import CaptureError, ForwardError, ProfileError
-from autockpt.lower import lower, op_nodes
+from autockpt.lower import lower
 from autockpt.modules.check import differing
+from autockpt.modules.naming import listing, plan_of, region_names, translated
 from autockpt.modules.observe import Observation, drawn, observe
-from autockpt.modules.parts import install
 from autockpt.modules.run import Regions
 from autockpt.modules.sharding import Stand, gathered_bytes, is_sharded, looked_at, of_a_rank
 from autockpt.modules.spans import call_of, copied_bytes, regions_of, with_spans
@@ -25,7 +23,6 @@ from autockpt.pipeline import (
     PLANNING,
     Known,
     enough_memory,
-    lower_step,
     run_step,
 )
 from autockpt.profiler import device_of, profile
@@ -34,11 +31,11 @@ from autockpt.reports.layers import layer_pattern
 from autockpt.reports.report import Report, make_report
 from autockpt.runtime.bypass import originals, unwatched
 from autockpt.runtime.ranks import bucket_bytes
-from autockpt.settings import Emit, Loss, Settings
+from autockpt.settings import Loss, Settings
 from autockpt.units import Budget, format_bytes
 from solvers import InfeasibleError, least_peak, simulate
-from solvers.plan import Plan, Region
-from solvers.problem import Problem, Span
+from solvers.plan import Plan
+from solvers.problem import Problem
 
 _MOST_CHECKS = 8
 
@@ -168,74 +165,6 @@ def lower_modules(
         observed, problem, _ = _observe(model, args, kwargs, settings, Known(), None, stand)
         problem = _checked(model, args, kwargs, observed, problem)
     return observed.capture, problem
-
-
-def lower_either(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Loss | None,
-    emit: Emit = "auto",
-    cost: CostChoice = "roofline",
-) -> tuple[Capture, Problem]:
-    """Record and profile a step as ``optimize`` would: its torch calls, or calls of modules.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A clone: its submodules may get the classes of ``parts``.
-    args, kwargs, loss, emit, cost
-        As for ``optimize``; nothing is timed.
-
-    Raises
-    ------
-    CaptureError, ProfileError
-    """
-    if emit != "modules":
-        try:
-            return lower_step(model, args, kwargs, loss, cost, timed=False)
-        except ForwardError:
-            raise
-        except CaptureError:
-            if emit == "graph":
-                raise
-    install(model)
-    return lower_modules(model, args, kwargs, loss)
-
-
-def lower_least(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Loss | None,
-    emit: Emit,
-    cost: CostChoice,
-) -> tuple[Capture, Problem, Plan]:
-    """Give the step with its plan of least peak, over torch calls or modules as that is lower.
-
-    Parameters and errors as for ``lower_either``. Modules are asked as well only where something
-    keeps regions of torch calls apart that a module call may hold: elsewhere they win a few bytes
-    at most, and take longer than the graph.
-    """
-    capture, problem = lower_either(model, args, kwargs, loss, emit, cost)
-    found = [(capture, with_copies(capture, problem))]
-    if emit == "auto" and _kept_apart(capture, problem):
-        try:
-            install(model)
-            found.append(lower_modules(model, args, kwargs, loss))
-        except (CaptureError, ProfileError):
-            pass
-    plans = [(*lowered, least_peak(lowered[1])) for lowered in found]
-    return min(plans, key=lambda least: simulate(least[1], least[2]).peak_bytes)
-
-
-def _kept_apart(capture: Capture, problem: Problem) -> bool:
-    """Tell whether a graph has guards or writes in its forward."""
-    if problem.spans is not None:
-        return False
-    nodes = zip(op_nodes(capture.graph), problem.ops, strict=True)
-    pinned = any(op.pinned for node, op in nodes if node.meta.get("stage") != "loss")
-    return pinned or not all(problem.boundaries)
 
 
 def _observe(
@@ -403,47 +332,3 @@ def _translated(known: Known, problem: Problem, beside: Sequence[ModuleStep]) ->
         given=None if known.given is None else translated(known.given, problem),
         plans=tuple(plans),
     )
-
-
-def translated(plan: Plan, problem: Problem) -> Plan:
-    """Give the plan that makes regions of the same calls of modules, as far as there are such."""
-    regions = plan_of(region_names(plan), problem).regions
-    return replace(plan, regions=regions, signature=problem.signature)
-
-
-def region_names(plan: Plan) -> frozenset[str]:
-    """Name the calls that are regions."""
-    return frozenset(region.module for region in plan.walk())
-
-
-def plan_of(names: Collection[str], problem: Problem) -> Plan:
-    """Give the plan that makes regions of named calls, as far as there are such."""
-    spans = [span for span in problem.spans or () if span.name in names]
-    return Plan(regions=_nested(spans), solver="auto", signature=problem.signature)
-
-
-def _nested(inside: list[Span]) -> tuple[Region, ...]:
-    made: list[Region] = []
-    while inside:
-        span, *rest = inside
-        within = [other for other in rest if other.stop <= span.stop]
-        inside = rest[len(within) :]
-        made.append(
-            Region(start=span.start, stop=span.stop, children=_nested(within), module=span.name)
-        )
-    return tuple(made)
-
-
-def listing(plan: Plan) -> str:
-    """Write a plan of module calls for people."""
-    lines = ["# The model's own forward runs, and these modules in torch.utils.checkpoint:"]
-
-    def write(regions: tuple[Region, ...], depth: int) -> None:
-        for region in regions:
-            path, _, number = region.module.partition(":")
-            which = f"  # call {number}" if number else ""
-            lines.append(f"{'    ' * depth}{path}{which}")
-            write(region.children, depth + 1)
-
-    write(plan.regions, 0)
-    return "\n".join(lines) + "\n"

@@ -13,8 +13,9 @@ from dataclasses import replace
 from torch import nn
 
 from autockpt.choosing import priced
+from autockpt.modules.naming import listing, plan_of, region_names
 from autockpt.modules.spans import call_of, regions_of
-from autockpt.modules.step import Listing, ModuleStep, listing, plan_of, region_names, report_of
+from autockpt.modules.step import Listing, ModuleStep, report_of
 from autockpt.units import format_bytes
 from solvers import least_peak, simulate
 from solvers.plan import Plan

@@ -116,7 +116,7 @@ class Profile:
         From a node that takes one tensor out of a call's several results to that call's node
         and the number of the tensor among its results.
     gradient_forms : dict or None
-        How gradients lie in memory, sizes aside; see ``layouts.Forms``. None if that depends on
+        How gradients lie in memory, sizes aside; see ``forms.Forms``. None if that depends on
         the sizes.
     parameter_bytes, buffer_bytes, batch_bytes, gradient_bytes : int
         Fixed bytes, counted per storage.

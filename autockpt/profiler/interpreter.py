@@ -25,14 +25,8 @@ from autockpt.errors import ProfileError
 from autockpt.meters import Meter, NullMeter, collector_off, meter
 from autockpt.profiler.cost import CostChoice, OpWork, cost_model, cost_on
 from autockpt.profiler.facts import External, OpFacts, Profile
-from autockpt.profiler.layouts import (
-    Forms,
-    Handed,
-    Layouts,
-    forms_of,
-    gradient_layouts,
-    layouts_of,
-)
+from autockpt.profiler.forms import Forms, forms_of, layouts_of
+from autockpt.profiler.layouts import Handed, Layouts, gradient_layouts
 from autockpt.profiler.overhead import region_ns
 from autockpt.profiler.rehearse import Rehearsal, rehearse
 from autockpt.profiler.subject import Layout, Subject, written_base

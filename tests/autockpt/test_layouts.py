@@ -13,7 +13,8 @@ import autockpt
 from autockpt.capture import record
 from autockpt.lower import lower
 from autockpt.profiler import interpreter, profile
-from autockpt.profiler.layouts import Layouts, forms_of, gradient_layouts
+from autockpt.profiler.forms import forms_of
+from autockpt.profiler.layouts import Layouts, gradient_layouts
 from autockpt.step import measure
 from solvers.plan import Plan
 from solvers.simulate import simulate
