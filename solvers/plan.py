@@ -120,7 +120,7 @@ class Plan:
             raise PlanError(
                 f"This is not a plan written by Plan.to_json: a region has no {error}"
             ) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise PlanError(f"This is not a plan written by Plan.to_json: {error}") from error
 
 

@@ -108,6 +108,9 @@ def rehearse(
             if facts.facts.hidden_bytes:
                 rehearsal.hides = True
                 dropped_run(subject, watch)
+            # Either has made something by the time it asks for what it saved: what it hid, or the
+            # copies of gradients that it begins with.
+            if facts.facts.hidden_bytes or rehearsal.backward == "lets go":
                 rehearsal.unpacks = unpacked_run(subject, watch, facts.differentiable, shared=True)
                 unpacked_run(subject, watch, facts.differentiable, shared=False)
         times = Times()

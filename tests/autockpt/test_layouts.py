@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autockpt
@@ -129,6 +130,36 @@ def test_gradients_that_lie_otherwise_than_fake_ones(
     assert report.plain_peak_bytes == report.predicted_plain_peak_bytes
     # The gradient of a bias is there a moment before a replay's in the prediction only.
     assert 0 <= report.predicted_peak_bytes - report.peak_bytes <= 128
+
+
+class Mixing(nn.Module):
+    """Mixes over the other dimension: the backward of its linear begins with a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.linear(F.gelu(self.norm(x.transpose(0, 1)))).transpose(0, 1)
+        return x + mixed  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("shape", [(6, 20, 32), (4, 16, 32)])
+def test_a_recomputation_finds_the_copy_that_a_backward_begins_with(
+    shape: tuple[int, ...],
+) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(Mixing() for _ in range(4))), torch.randn(shape)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    least = int(autockpt.minimum_budget(module, (x,), loss=loss))
+    planned = autockpt.optimize(module, (x,), loss=loss, memory_budget=least, cost="roofline")
+    assert any(region.children for region in planned.autockpt.plan.regions)
+    seen = autockpt.verify(module, planned, (x,), loss=loss)
+    assert seen.ok
+    assert 0 <= seen.predicted_peak_bytes - seen.peak_bytes <= 256
 
 
 def test_layouts_that_are_not_known_are_taken_to_be_those_of_the_values(
