@@ -117,9 +117,8 @@ class FlatProgram:
         self.outside = [self.model.add_variable(f"outside_{v}", 0, 1) for v in range(size)]
         # Costs as shares of a forward, so that the backend's tolerances fit them.
         total = max(1, self.replay.forward_cost)
-        costs = tables.region_cost
         self.model += pulp.lpSum(
-            x * (int(costs[i, j - i]) / total) for (i, j), x in self.chosen.items()
+            x * (self._cost(i, j) / total) for (i, j), x in self.chosen.items()
         )
         self._cover()
         self._hold()
@@ -222,6 +221,10 @@ class FlatProgram:
             pulp.lpSum(x * (nbytes / scale) for nbytes, x in terms if nbytes)
             <= (self.budget_bytes - level) / scale
         )
+
+    def _cost(self, start: int, stop: int) -> int:
+        """Return what the judge counts for a region: nothing where it never runs again."""
+        return self.replay.profile(Region(start=start, stop=stop)).cost
 
     def solve(self, deadline: float) -> tuple[tuple[Region, ...] | None, bool]:
         """Solve, let the judge cut off what does not fit, and solve again.
