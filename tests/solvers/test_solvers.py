@@ -25,13 +25,14 @@ from solvers import (
 )
 from solvers.ilp import solve as solve_ilp
 from solvers.judge.replay import replay_of
+from solvers.problem import Gradient
 from solvers.search import intervals
 from solvers.search.blocks import blocks
 from solvers.search.flat import best_flat, search_of
 from solvers.search.intervals import make_intervals
 from tests.solvers.checker import check
 from tests.solvers.models import gpt2
-from tests.solvers.problems import plans, problems
+from tests.solvers.problems import Builder, plans, problems
 
 MB = 10**6
 
@@ -66,6 +67,32 @@ def test_ilp_agrees_with_exhaustive(data):
         assert isinstance(found, InfeasibleError)
     else:
         assert (found.recompute_cost, found.status) == (oracle.recompute_cost, "optimal")
+
+
+def test_a_region_that_never_runs_again_costs_nothing():
+    b = Builder()
+    x = b.value(b.storage(8), 8, leaf=True)
+    # What the caller gets and the loss does not reach: its graph is there as long as that is.
+    hidden = b.storage(40, producer=0)
+    given = b.value(b.storage(8, producer=0), 8)
+    saving = {"packs": True, "cost": 5, "stop_cost": 5}
+    b.op("aside", inputs=(x,), outputs=(given,), saved=(hidden,), **saving)
+    y = b.value(b.storage(8, producer=1), 8)
+    own = {"gradient_bytes": (8,), "packs": True, "cost": 1, "stop_cost": 1}
+    saved = (b.storage(40, producer=1),)
+    handed = (Gradient(value=x, source=0),)
+    b.op("cheap", inputs=(x,), outputs=(y,), saved=saved, gradients=handed, **own)
+    loss = b.value(b.storage(4, producer=2), 4)
+    own |= {"backward_workspace_bytes": 60, "gradients": (Gradient(value=y, source=0),)}
+    b.op("loss", inputs=(y,), outputs=(loss,), **own)
+    problem = b.problem(loss, (given,), region_cost=1)
+    aside, cheap = (simulate(problem, Plan.flat([run])) for run in ((0, 1), (1, 2)))
+    budget = max(aside.peak_bytes, cheap.peak_bytes)
+    assert budget < simulate(problem, Plan()).peak_bytes
+    assert (aside.recompute_cost, cheap.recompute_cost) == (0, 2)
+    for name in ("exhaustive", "ilp"):
+        found = solve(problem, budget, name)
+        assert (found.recompute_cost, found.status) == (0, "optimal"), name
 
 
 @settings(max_examples=60, deadline=None)
