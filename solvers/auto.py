@@ -29,7 +29,7 @@ _SMALL_OPS = 300
 _ASKED_MORE = 0.02
 # Tables know no storage that crosses a whole run: where there are long skip connections, what
 # they find for far more than there is may come out cheaper once it is made to fit.
-_ASKED_MUCH_MORE = (0.05, 0.1, 0.2, 0.4, 0.8)
+_ASKED_MUCH_MORE = (0.1, 0.4)
 _CHANGED_OPS = 100
 _PRICES = 8000
 _PRICED_OPS = 4_000_000

@@ -52,7 +52,7 @@ def named_minimum(problem, solver):
     return caught.value.minimum_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(PROBLEMS, st.randoms(use_true_random=False))
 def test_the_least_peak_does_not_depend_on_costs(problem, rng):
     least = least_peak(problem)
