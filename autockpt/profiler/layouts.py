@@ -172,6 +172,8 @@ class _Runner(fx.Interpreter):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give a call aliases of what it is given, which note what gradients it hands on."""
         handed = self.handed[node] = {}
+        if not torch.is_grad_enabled():
+            return args, kwargs
         written = {id(self.env[argument]) for argument in node.meta["writes"]}
         taps: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(distinct(tensors_in((args, kwargs)))):

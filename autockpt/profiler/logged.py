@@ -57,6 +57,7 @@ def logged_run(subject: Subject) -> Logged:
     cached = _cached_casts(subject, leaves, log)
     held = _context_tensors(results)
     number_bytes = _number_bytes(results, leaves, packed)
+    # That looked at what is saved: what backward asks for is counted from here.
     asked[:] = [0] * len(asked)
     storages = _number_storages(leaves, results, [*packed, *cached, *held])
     saved = tuple(dict.fromkeys(storages[storage_of(tensor)] for tensor in (*packed, *held)))

@@ -66,6 +66,11 @@ class Replay:
         self.bounds: dict[int, int] = {}
         self.keepable = keepable_ops(problem)
 
+    @property
+    def plain_room(self) -> int:
+        """Bytes that the plain step needs above what is there all along."""
+        return self.price(())[0] - self.bases[0]
+
     def _forward_levels(self) -> Levels:
         """Return the forward levels when nothing is kept, workspaces aside."""
         changes = np.zeros(self.graph.size + 2, np.int64)

@@ -142,7 +142,7 @@ class IntervalSearch:
     def average_price(self) -> float:
         """Return the cost of a byte where all of a forward's are bought with all of its cost."""
         replay = self.replay
-        return replay.forward_cost / max(1, replay.price(())[0] - replay.bases[0])
+        return replay.forward_cost / max(1, replay.plain_room)
 
     def search(
         self,

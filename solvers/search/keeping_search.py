@@ -105,7 +105,7 @@ def _in_step(
 def worth_keeping(replay: Replay, rate: float) -> frozenset[int]:
     """Return ops of which a byte costs ``rate`` times what one of the whole forward does."""
     problem, graph = replay.problem, replay.graph
-    room = replay.price(())[0] - replay.bases[0]
+    room = replay.plain_room
 
     def is_worth(index: int) -> bool:
         nbytes = sum(graph.nbytes[s] for s in held_for(problem, index))

@@ -38,7 +38,7 @@ def slices_of(replay: Replay) -> Mapping[int, Slice]:
 
 def _slices(replay: Replay) -> dict[int, Slice]:
     problem, graph = replay.problem, replay.graph
-    room = replay.price(())[0] - replay.bases[0]
+    room = replay.plain_room
     allowed, definers = repeatable_ops(problem), defining_ops(problem)
     last = {s: i for i in range(graph.size) for s in graph.reads[i]}
     found: dict[int, Slice] = {}
